@@ -34,6 +34,7 @@ from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     COMPLETE,
     RUN_FILES,
+    SWEEP,
     Holder,
     Workdir,
     absolute,
@@ -49,7 +50,7 @@ from bert_jax.storage.workdir import (
 
 OWNER = "OWNER"
 _LOCAL_OWNERS = ".owner.json"  # in the local folder of a run: the tokens of owners that wrote there
-_VIEW_FILES = (*RUN_FILES, "plan.json")
+_VIEW_FILES = (*RUN_FILES, "plan.json", SWEEP)
 
 # Seconds between two uploads, and the largest share of time that uploads may take.
 _UPLOAD_EVERY, _UPLOAD_SHARE = 30.0, 0.05

@@ -19,6 +19,7 @@ them.
     W/plan.json             the plan for TPUs (see tools.plan.report)
     W/layers.json           scores of the layers (see tasks.layer_scores); layers.html shows them
     W/launch.json           rented machines, written by older versions
+    W/sweep.json            scores of the runs of a sweep, in folders of W (see tools.compare.sweep)
 """
 
 import contextlib
@@ -45,6 +46,7 @@ from bert_jax.storage import retry
 T = TypeVar("T", bound=Section)
 
 COMPLETE = "COMPLETE"
+SWEEP = "sweep.json"
 
 # The small files of a run: all except its corpus, its checkpoints and its traces.
 RUN_FILES = (
@@ -134,8 +136,20 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
         if (workdir.root / "config.json").exists():
             path = shlex.quote(os.fspath(workdir.address))
             hint = f"; import a folder of transformers first: `bert-jax import {path} --workdir B`"
+        elif (workdir.root / SWEEP).exists():
+            hint = f"; this is the folder of a sweep: name one of its runs, {_sweep_runs(workdir)}"
         raise InputError(f"{workdir.address}: no run here (no experiment.json){hint}")
     return files.from_json(*_experiment_text(workdir), kind)
+
+
+def _sweep_runs(workdir: Workdir) -> str:
+    """Names the run of a sweep whose last score is the highest, as text to end a message."""
+    file = workdir.root / SWEEP
+    record = json_object(file.read_bytes(), str(workdir.address / SWEEP))
+    with translate_parser_errors(file):
+        scores = {run["folder"]: run["last"]["score"] for run in record["runs"] if run["last"]}
+    best = max(scores, key=scores.__getitem__, default="FOLDER")
+    return f"such as {workdir.address / best}" + " (the highest last score)" * bool(scores)
 
 
 def _experiment_text(workdir: Workdir) -> tuple[bytes, str]:
