@@ -134,7 +134,8 @@ def reduce_vocabulary(
     changed, count = vocabulary_edits.count_changes(origins, rows(old), rows(tokenizer))
     report(
         f"keeps {tokenizer.size} of {old.size} tokens; {changed} of {count} sentences and "
-        f"paragraphs of {text} are tokenized differently now"
+        f"paragraphs of {text} ({changed / max(count, 1):.1%}) had a removed token, whose text is "
+        "now other, mostly shorter tokens"
     )
     return replace_rows(base, tokenizer, origins)
 
