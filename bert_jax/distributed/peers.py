@@ -322,7 +322,7 @@ class Peers:
 
 
 def describe_lost_process(error: BaseException) -> str:
-    """Returns in words that another process has ended, with the library's reason; "" if none has."""
+    """Returns that another process has ended, with the library's reason; "" for other errors."""
     lost = _LOST.search(str(error))
     if not isinstance(error, jax.errors.JaxRuntimeError) or lost is None:
         return ""

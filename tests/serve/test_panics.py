@@ -158,8 +158,10 @@ def test_health_is_503_while_the_model_hangs():
             # A turn begins after its request, perhaps much later, and so exceeds the limit later.
             # A request that exceeds it before its turn is dropped: the next one has a turn.
             until(
-                lambda: ask(port, {"input": ["abc"]})[0] == 503
-                and ask(port, b"", "/health", "GET")[0] == 503
+                lambda: (
+                    ask(port, {"input": ["abc"]})[0] == 503
+                    and ask(port, b"", "/health", "GET")[0] == 503
+                )
             )
         finally:
             model.hangs.clear()
