@@ -134,8 +134,8 @@ def reduce_vocabulary(
     changed, count = vocabulary_edits.count_changes(origins, rows(old), rows(tokenizer))
     report(
         f"keeps {tokenizer.size} of {old.size} tokens; {changed} of {count} sentences and "
-        f"paragraphs of {text} ({changed / max(count, 1):.1%}) had a removed token, whose text is "
-        "now other, mostly shorter tokens"
+        f"paragraphs of {text} ({changed / max(count, 1):.1%}) contain a removed token, whose "
+        "text is now split into other tokens, mostly shorter ones"
     )
     return replace_rows(base, tokenizer, origins)
 
