@@ -167,7 +167,7 @@ class Saver:
                 f"warning: {space}. Before the run deletes an old checkpoint, it saves {more} more "
                 f"(run.keep_checkpoints={run.keep_checkpoints}, run.keep_best={run.keep_best}, and "
                 f"one during a save). It starts, and {ending[run.when_disk_is_full]} once the disk "
-                "is full; free some space, or lower run.keep_checkpoints"
+                "is full; free some space, or keep fewer"
             )
 
     def resume_from(self, done: int) -> None:
