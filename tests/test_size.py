@@ -38,23 +38,23 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_051,
-    "checkpoints": 1_190,
+    "checkpoints": 1_205,
     "cli": 2_127,
     "config": 2_394,
     "data": 3_702,
-    "distributed": 1_115,
+    "distributed": 1_119,
     "embeddings": 1_314,
-    "interop": 2_748,
+    "interop": 2_749,
     "model": 3_049,
     "pretraining": 1_215,
     "serve": 573,
-    "storage": 2_020,
+    "storage": 2_057,
     "tasks": 4_401,
-    "text": 3_213,
-    "tools": 7_875,
+    "text": 3_214,
+    "tools": 7_886,
     "training": 2_336,
     "benchmarks": 3_032,
-    "tests": 37_484,
+    "tests": 37_614,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

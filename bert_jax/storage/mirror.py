@@ -82,21 +82,22 @@ def _require_no_other_run(root: epath.Path, corpus_dir: epath.Path) -> None:
 
     A fork often shares the corpus of its parent, and then has none in its own workdir.
     """
-    storage, other = storage_of(corpus_dir), absolute(corpus_dir).parent
+    storage, folder = storage_of(corpus_dir), absolute(corpus_dir)
+    is_workdir = storage.exists(folder / "experiment.json")
+    other = folder if is_workdir else folder.parent
     if (
-        storage.exists(corpus_dir / COMPLETE)
+        storage.exists(folder / COMPLETE)
         or not storage.exists(other / "experiment.json")
-        or other == absolute(root)
+        or (other == absolute(root) and not is_workdir)
     ):
         return
-    run = open_workdir(other)
-    shared = "" if holds_finetuning(run) else load_experiment(run).run.corpus_dir
-    remedy = (
-        f"the run in {other} has its corpus elsewhere; set run.corpus_dir={shared}"
-        if shared
-        else f"{other} is the workdir of another run; choose another run.corpus_dir"
-    )
-    raise InputError(f"run.corpus_dir={corpus_dir}: no prepared corpus here, and {remedy}")
+    run, used = open_workdir(other), folder
+    if not holds_finetuning(run):
+        used = run.with_corpus(load_experiment(run).run.corpus_dir).corpus
+    remedy = f"the run in {other} uses {used}: set run.corpus_dir={used}"
+    if absolute(used) == folder:
+        remedy = f"{other} is the workdir of another run: choose another run.corpus_dir"
+    raise InputError(f"run.corpus_dir={corpus_dir}: no prepared corpus here; {remedy}")
 
 
 def is_running(workdir: Workdir) -> bool:

@@ -308,8 +308,9 @@ def test_a_corpus_is_not_prepared_in_the_workdir_of_another_run(command, copy_of
     hours = " --hours 0.001" if command == "auto text" else ""
     fails(
         f"{command} --workdir new --set run.corpus_dir=other/corpus{hours}",
-        *("other/corpus", "run.corpus_dir=./corpus"),
+        *("other/corpus", "run.corpus_dir=corpus"),
     )
+    fails("prepare small.py --set run.corpus_dir=other", "=other:", "run.corpus_dir=corpus")
     assert tree(copy_of_run) == before
     # The run may have its own corpus again, and a fork may read it from there.
     code, _ = call("prepare small.py --workdir other --set run.corpus_dir=")
