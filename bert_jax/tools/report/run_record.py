@@ -115,7 +115,7 @@ class Record:
 
     @property
     def reason(self) -> str:
-        """Why the run ended before its last step; "" if it has not, or if that is not recorded."""
+        """Returns why the run ended before its last step; "" if no reason is recorded."""
         ended = self.state in ("stopped", "failed")
         return self.timings[-1].get("why", "").partition("\n")[0] if ended else ""
 
