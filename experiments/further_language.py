@@ -1,7 +1,7 @@
 """XLM-R-Base made one language's, and trained further on its text.
 
     hf download FacebookAI/xlm-roberta-base --local-dir xlmr
-    bert-jax import xlmr --workdir bases/language --vocabulary TEXT --keep 30000
+    bert-jax import xlmr --workdir bases/language --prune-vocabulary TEXT --keep 30000
     bert-jax pretrain experiments/further_language.py --set corpus.sources=text:TEXT
 
 Source: weights of Conneau et al. 2020 (XLM-R), of whose 250,002 pieces those stay that the text

@@ -5,13 +5,16 @@ import pathlib
 import shutil
 import subprocess
 import time
+import types
 
 import jax
+import numpy as np
 import pytest
 from broken import call, fails, tree
 from etils import epath
-from small_run import hooked, pretrain
+from small_run import hooked, pretrain, saves_in
 
+from bert_jax.config import Run
 from bert_jax.errors import DiskFull
 from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.trainer import Trainer
@@ -228,3 +231,26 @@ def test_a_profile_that_does_not_fit_is_said_and_leaves_nothing(full, disk, tmp_
     assert len(told) == 1
     assert "no profile of steps 2 to 3: " in told[0] and "the disk is full" in told[0]
     assert not tree(scratch) and not (folder / "profile").exists()
+
+
+@pytest.mark.parametrize(
+    ("free", "when_full", "expected"),
+    [
+        (999, "stop", "fails"),
+        (1000, "stop", "ends with exit code 74"),
+        (999, "go_on", "trains on"),
+        (3000, "stop", ""),  # three checkpoints: two to keep, and the next during its save
+    ],
+)
+def test_a_run_tells_at_its_start_what_becomes_of_too_little_space(
+    free, when_full, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    run = Run(keep_checkpoints=2, keep_best=0, when_disk_is_full=when_full)
+    with contextlib.ExitStack() as stack:
+        if expected == "fails":
+            stack.enter_context(pytest.raises(DiskFull, match="free some space and run again"))
+        saves_in(tmp_path, run).require_space({"params": np.zeros(250, np.float32)})
+    told = capsys.readouterr().out
+    assert (expected in told and "run.keep_checkpoints=2" in told) or expected in ("", "fails")
+    assert bool(told) == (expected not in ("", "fails"))

@@ -38,23 +38,23 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_051,
-    "checkpoints": 1_190,
+    "checkpoints": 1_205,
     "cli": 2_177,
     "config": 2_557,
     "data": 3_705,
-    "distributed": 1_116,
+    "distributed": 1_120,
     "embeddings": 1_314,
-    "interop": 2_748,
+    "interop": 2_749,
     "model": 3_080,
     "pretraining": 1_215,
     "serve": 573,
-    "storage": 2_032,
+    "storage": 2_069,
     "tasks": 4_401,
-    "text": 3_235,
-    "tools": 8_423,
+    "text": 3_236,
+    "tools": 8_434,
     "training": 2_393,
     "benchmarks": 3_032,
-    "tests": 36_722,
+    "tests": 36_852,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from bert_jax import config
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE, NOTEBOOK = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "tutorial.ipynb"
 # What the reader has done before: the checkout and its environment.
@@ -42,6 +44,13 @@ def test_commands_and_output_are_told_apart():
     page = "```\n$ make\n$ bert-jax a \\\n    b\nloss 2.5\nreport: r\n...\n```\n```\nend\n```\n"
     assert read_commands(page) == (["bert-jax a \\\n    b"], ["report: r", "end"])
     assert read_commands("```bash\nfoo\nbar\n```\n```python\nx\n```\n") == (["foo\nbar"], [])
+
+
+def test_the_flags_for_a_first_look_fit_the_experiment():
+    flags = re.search(r"`((?:--set \S+ ?)+)`", PAGE.read_text())[1]
+    settings = flags.replace("--set ", "").split()
+    experiment = config.override(config.load(str(ROOT / "experiments" / "tiny.py")), settings)
+    assert f"train {experiment.total_steps} steps" in PAGE.read_text()
 
 
 @pytest.mark.long

@@ -142,13 +142,22 @@ def plan_decay(
     saved = load_experiment(fork_point.workdir)
     experiment = config.override(saved if given is None else config.load(given), settings)
     optimizer = experiment.optimizer
-    if saved.optimizer.schedule != "wsd" or optimizer.decay_steps == 0:
+    if optimizer.decay_steps == 0:
         raise InputError(
-            f"decay {checkpoint}: needs a run with optimizer.schedule=wsd, not "
-            f"{saved.optimizer.schedule}, and a number of steps, for example --set "
+            f"decay {checkpoint}: needs a number of steps, for example --set "
             "optimizer.decay_steps=1000"
         )
     phase_start = sum(phase.steps for phase in experiment.phases[:-1])
+    if saved.optimizer.schedule != "wsd":
+        end, last = (
+            fork_point.step + optimizer.decay_steps - phase_start,
+            len(experiment.phases) - 1,
+        )
+        raise InputError(
+            f"decay {checkpoint}: needs a run with optimizer.schedule=wsd, not "
+            f"{saved.optimizer.schedule}; decay in a fork: `bert-jax fork` with "
+            f"the same arguments, --set optimizer.schedule=wsd and --set phases.{last}.steps={end}"
+        )
     if fork_point.step < phase_start:
         raise InputError(
             f"decay {checkpoint}: is before the last phase, which begins at step {phase_start}"

@@ -155,14 +155,20 @@ class Saver:
         free = shutil.disk_usage(self._workdir.root).free
         # One more than are kept: an old one is deleted after the next is complete.
         more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
-        message = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
-        message += f"{more} more checkpoints take {size / 1e6:,.1f} MB each; free some space"
+        space = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
+        space += f"a checkpoint takes {size / 1e6:,.1f} MB"
         # A state that exceeds the memory of the host, too, fails at the first step: no error here.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if free < size < memory and run.when_disk_is_full == "stop":
-            raise DiskFull(f"{message} and run again")
+            raise DiskFull(f"{space}; free some space and run again")
         if free < more * size:
-            self._report(message)
+            ending = {"stop": "ends with exit code 74", "go_on": "trains on without new ones"}
+            self._report(
+                f"warning: {space}. Before the run deletes an old checkpoint, it saves {more} more "
+                f"(run.keep_checkpoints={run.keep_checkpoints}, run.keep_best={run.keep_best}, and "
+                f"one during a save). It starts, and {ending[run.when_disk_is_full]} once the disk "
+                "is full; free some space, or keep fewer"
+            )
 
     def resume_from(self, done: int) -> None:
         """Records that the run starts from the checkpoint of this step; 0 if there is none."""

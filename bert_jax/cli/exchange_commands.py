@@ -33,12 +33,12 @@ COMMANDS = CommandTable()
     ),
     Argument(
         "--prune-vocabulary",
-        "--vocabulary",
         metavar="TEXT",
         help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
         "does not use are removed",
         dest="vocabulary",
     ),
+    Argument("--vocabulary", dest="vocabulary", help=argparse.SUPPRESS),  # an earlier name
     Argument(
         "--keep",
         metavar="N",

@@ -214,13 +214,9 @@ class Peers:
         """Ends all processes with one message and one exit code."""
         is_shared = error is self._shared_error
         line, code = errors.message_and_code(error if is_shared else classify_fault(error))
-        if isinstance(error, jax.errors.JaxRuntimeError) and (lost := _LOST.search(str(error))):
-            reason = str(error)[lost.start() :].split("\n")[0][:200]
-            line = (
-                f"bert-jax: lost another process ({reason}); start all of them again, the run "
-                "resumes from its newest checkpoint"
-            )
-            code = errors.PEER_LOST
+        if lost := describe_lost_process(error):
+            remedy = "start all of them again, the run resumes from its newest checkpoint"
+            line, code = f"bert-jax: {lost}; {remedy}", errors.PEER_LOST
         elif code == errors.FAILED and self._failure is None:
             traceback.print_exception(error)
         if not is_shared:
@@ -323,6 +319,14 @@ class Peers:
             self._clean_up()  # last: the other thread may write files until the end
         sys.stdout.flush()
         os._exit(failure["code"])
+
+
+def describe_lost_process(error: BaseException) -> str:
+    """Returns that another process has ended, with the library's reason; "" for other errors."""
+    lost = _LOST.search(str(error))
+    if not isinstance(error, jax.errors.JaxRuntimeError) or lost is None:
+        return ""
+    return f"lost another process ({str(error)[lost.start() :].splitlines()[0][:200]})"
 
 
 def classify_fault(error: BaseException) -> BaseException:

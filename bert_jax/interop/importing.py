@@ -17,7 +17,7 @@ from bert_jax.interop.names import Report
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import SWEEP, Workdir
 from bert_jax.text import documents, sentence_splitter, vocabulary_edits
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text.sources import source_of_text
@@ -77,8 +77,8 @@ def import_weights(
 
 def _read(source: epath.Path, report: Report, content: Literal["params", "with_moments"]) -> Base:
     run = mirror.open_workdir(source)
-    if run.experiment.exists():
-        return _read_run(run, content)
+    if run.experiment.exists() or (run.root / SWEEP).exists():
+        return _read_run(run, content)  # which names a run of a sweep
     if run.remote is not None:
         raise InputError(f"{source}: no run; copy checkpoints of other libraries to this machine")
     prefix = tf1.find(source)
@@ -134,7 +134,8 @@ def reduce_vocabulary(
     changed, count = vocabulary_edits.count_changes(origins, rows(old), rows(tokenizer))
     report(
         f"keeps {tokenizer.size} of {old.size} tokens; {changed} of {count} sentences and "
-        f"paragraphs of {text} are tokenized differently now"
+        f"paragraphs of {text} ({changed / max(count, 1):.1%}) contain a removed token, whose "
+        "text is now split into other tokens, mostly shorter ones"
     )
     return replace_rows(base, tokenizer, origins)
 

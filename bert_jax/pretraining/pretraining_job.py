@@ -149,7 +149,7 @@ class PretrainingJob(Job):
         )
         random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         moments = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.report(f"init_from: {path}, weights{moments} {base.sha256[:12]}{random}")
+        self.report(f"init_from: {path}, all weights{moments} {base.sha256[:12]}{random}")
         if base.vectors is not None:
             self._vectors = base.vectors
             self.report(

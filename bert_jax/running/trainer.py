@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from bert_jax import config
+from bert_jax.distributed.peers import describe_lost_process
 from bert_jax.errors import Unavailable, pluralize
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
@@ -105,7 +106,8 @@ class Trainer:
             except BaseException as exception:
                 with contextlib.suppress(Exception):  # the disk may be full
                     self.profile.end()
-                    facts = {"outcome": "failed", "why": str(exception)}
+                    lost = context.peers.count > 1 and describe_lost_process(exception)
+                    facts = {"outcome": "failed", "why": lost or str(exception)}
                     self.log.write_timing(self.state.done, "end", facts)
                 raise
         return self._result(error)
@@ -125,8 +127,10 @@ class Trainer:
         reason = str(error) if isinstance(error, RunFailure) else saves.unsaved_reason
         outcome = "finished" if self._is_finished and not reason else "stopped"
         outcome = "failed" if isinstance(error, RunFailure) else outcome
-        slices = {"for_slices": self.waiting_slices} if self.waiting_slices else {}
-        self.log.write_timing(self.state.done, "end", {"outcome": outcome} | slices)
+        facts: dict[str, Any] = {"outcome": outcome}
+        facts |= {"why": reason} if reason else {}
+        facts |= {"for_slices": self.waiting_slices} if self.waiting_slices else {}
+        self.log.write_timing(self.state.done, "end", facts)
         return Result(outcome, self.state.done, reason)
 
     # --- train ----------------------------------------------------------------------------------

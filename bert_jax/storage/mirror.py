@@ -32,11 +32,16 @@ from bert_jax.errors import InputError
 from bert_jax.storage import buckets, retry
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
+    COMPLETE,
     RUN_FILES,
+    SWEEP,
     Holder,
     Workdir,
+    absolute,
     cache_folder,
+    holds_finetuning,
     is_locked,
+    load_experiment,
     new_file,
     require_run_among,
     translate_os_errors,
@@ -45,7 +50,7 @@ from bert_jax.storage.workdir import (
 
 OWNER = "OWNER"
 _LOCAL_OWNERS = ".owner.json"  # in the local folder of a run: the tokens of owners that wrote there
-_VIEW_FILES = (*RUN_FILES, "plan.json")
+_VIEW_FILES = (*RUN_FILES, "plan.json", SWEEP)
 
 # Seconds between two uploads, and the largest share of time that uploads may take.
 _UPLOAD_EVERY, _UPLOAD_SHARE = 30.0, 0.05
@@ -59,6 +64,8 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
     The files of a run in a bucket are a copy on this machine. By default this function downloads
     them. With `to_write`, `Mirror` downloads and uploads them.
     """
+    if to_write and corpus_dir:
+        _require_no_other_run(epath.Path(root), epath.Path(corpus_dir))
     if not buckets.is_gs_url(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
@@ -68,6 +75,29 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
     else:
         _download(remote, local, _VIEW_FILES)
     return Workdir(local, corpus_dir, remote)
+
+
+def _require_no_other_run(root: epath.Path, corpus_dir: epath.Path) -> None:
+    """Raises InputError if a new corpus would be made in the workdir of another run.
+
+    A fork often shares the corpus of its parent, and then has none in its own workdir.
+    """
+    storage, folder = storage_of(corpus_dir), absolute(corpus_dir)
+    is_workdir = storage.exists(folder / "experiment.json")
+    other = folder if is_workdir else folder.parent
+    if (
+        storage.exists(folder / COMPLETE)
+        or not storage.exists(other / "experiment.json")
+        or (other == absolute(root) and not is_workdir)
+    ):
+        return
+    run, used = open_workdir(other), folder
+    if not holds_finetuning(run):
+        used = run.with_corpus(load_experiment(run).run.corpus_dir).corpus
+    remedy = f"the run in {other} uses {used}: set run.corpus_dir={used}"
+    if absolute(used) == folder:
+        remedy = f"{other} is the workdir of another run: choose another run.corpus_dir"
+    raise InputError(f"run.corpus_dir={corpus_dir}: no prepared corpus here; {remedy}")
 
 
 def is_running(workdir: Workdir) -> bool:

@@ -45,7 +45,7 @@ from bert_jax.storage import retry
 
 T = TypeVar("T", bound=Section)
 
-COMPLETE = "COMPLETE"
+COMPLETE, SWEEP = "COMPLETE", "sweep.json"
 
 # The small files of a run: all except its corpus, its checkpoints and its traces.
 RUN_FILES = (
@@ -65,10 +65,7 @@ _UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\w+\.tmp"
 
 # The key of the checksum in a record.
 _CHECKSUM = "checksum"
-
-_LOCK_TRIES = 4
-_HOLDER_VERSION = 1
-
+_LOCK_TRIES, _HOLDER_VERSION = 4, 1
 _FULL = "{}: the disk is full; free some space and run again"
 
 
@@ -131,12 +128,22 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
             "corpus with --set run.corpus_dir=FOLDER"
         )
     if not workdir.experiment.exists():
-        hint = ""
-        if (workdir.root / "config.json").exists():
-            path = shlex.quote(os.fspath(workdir.address))
-            hint = f"; import a folder of transformers first: `bert-jax import {path} --workdir B`"
-        raise InputError(f"{workdir.address}: no run here (no experiment.json){hint}")
+        raise InputError(f"{workdir.address}: no run here (no experiment.json){_hint(workdir)}")
     return files.from_json(*_experiment_text(workdir), kind)
+
+
+def _hint(workdir: Workdir) -> str:
+    """Returns what to use instead of a folder without a run; "" if unknown."""
+    if (workdir.root / "config.json").exists():
+        path = shlex.quote(os.fspath(workdir.address))
+        return f"; import a folder of transformers first: `bert-jax import {path} --workdir B`"
+    if not (workdir.root / SWEEP).exists():
+        return ""
+    with translate_parser_errors(workdir.address / SWEEP):
+        runs = json.loads((workdir.root / SWEEP).read_bytes())["runs"]
+        best = max(runs, key=lambda run: run["last"]["score"] if run["last"] else -float("inf"))
+    path = workdir.address / best["folder"]
+    return f"; this is the folder of a sweep: name one of its runs; the best so far is {path}"
 
 
 def _experiment_text(workdir: Workdir) -> tuple[bytes, str]:

@@ -201,7 +201,7 @@ class FinetuningJob(Job):
             f"finetune: {pluralize(training.count, 'example')}{in_rows}, "
             f"{len(data.validation):,} held out, "
             f"{pluralize(self.total_steps, 'step')}; "
-            f"{experiment.init_from} {self._base.sha256[:12]}"
+            f"{experiment.init_from}, used weights {self._base.sha256[:12]}"
         )
         if labels and data.kind.reads == "pooled":
             counts = collections.Counter(str(example.label) for example in training.examples)

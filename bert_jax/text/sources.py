@@ -94,8 +94,9 @@ def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
 def files_below(folder: str) -> list[str]:
     """Returns all files below a folder of this machine, sorted by their paths.
 
-    Linked folders are entered once, those nearest to `folder` first. A file with two links is
-    listed once.
+    Linked folders are entered once, those nearest to `folder` first. Below a folder with a linked
+    folder, a file with two paths is listed once. Below other folders, a link to a file is listed
+    like a file, as in corpora that earlier versions prepared.
     """
     all_paths: list[str] = []
     # Real paths of entered folders and, once a linked folder is met, of known files.

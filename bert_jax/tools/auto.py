@@ -25,6 +25,7 @@ from bert_jax.data import corpus
 from bert_jax.distributed import rendezvous
 from bert_jax.errors import InputError, duration, pluralize, prefix_errors
 from bert_jax.running.progress import LineConsole, Progress
+from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
 from bert_jax.text.sources import source_of_text
@@ -128,7 +129,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
         _base_experiment(name, text, base) if base else _fresh_experiment(name, text, operations)
     )
     experiment = config.override(experiment, settings)
-    workdir = workdir.with_corpus(experiment.run.corpus_dir)
+    workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
     folder, size = workdir.corpus, experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, size, folder, progress.report, system.cores())
     corpus.require_rows(workdir.corpus, experiment)

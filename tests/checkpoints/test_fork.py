@@ -5,6 +5,7 @@ on from there with other settings, and with the rows that were not seen.
 """
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -228,7 +229,7 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
         (branch, (), 12, ["before the last phase", "step 14"]),
         (branch, (), "newest", ["RUN/checkpoints/STEP"]),
         (branch, ("--set=optimizer.b1=0.8",), 16, ["other settings", "optimizer.b1"]),
-        (branch, ("--set=optimizer.decay_steps=0",), 16, ["optimizer.decay_steps", "schedule=wsd"]),
+        (branch, ("--set=optimizer.decay_steps=0",), 16, ["optimizer.decay_steps"]),
         (branch, ("--set=data.final_masked_lm_prob=0.1",), 16, ["final_masked_lm_prob"]),
         (fork, (), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
         (fork, ("model.hidden_size=32", "optimizer.b1=0.8"), 8, ["model.hidden_size: 16 -> 32"]),
@@ -274,9 +275,44 @@ def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
     assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 
 
+def test_a_run_with_another_schedule_decays_in_a_fork(copy_of_run):
+    """By the flags that the refusal of `decay` names."""
+    flags = "run/checkpoints/16 --workdir w --set optimizer.decay_steps=3"
+    message = fails(f"decay {flags}", "optimizer.schedule=wsd", "bert-jax fork")
+    assert not Path("w").exists()
+    settings = " ".join(re.findall(r"--set \S+=\w+", message))
+    assert call(f"fork {flags} {settings}")[0] == 0
+    lines = [json.loads(line) for line in Path("w/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 19
+    rates = [
+        line["learning_rate"] for line in lines if line["step"] > 16 and "learning_rate" in line
+    ]
+    assert rates and rates[-1] < config.load("small.py").optimizer.peak_learning_rate / 2
+
+
 def test_a_workdir_holds_one_fork(copy_of_run):
     shutil.copytree("run", "other")
     before = tree(copy_of_run)
     for workdir in ("run", "other"):  # the run itself, and another one
         fails(fork(".", workdir, step=16, run="run"), workdir, "checkpoints/16")
     assert tree(copy_of_run) == before
+
+
+@pytest.mark.parametrize(
+    "command", ["prepare small.py", "pretrain small.py", "fork run/checkpoints/16", "auto text"]
+)
+def test_a_corpus_is_not_prepared_in_the_workdir_of_another_run(command, copy_of_run):
+    """`other` shares the corpus of `run`, as a fork does, so `other/corpus` does not exist."""
+    shutil.copytree("run", "other")
+    before = tree(copy_of_run)
+    hours = " --hours 0.001" if command == "auto text" else ""
+    fails(
+        f"{command} --workdir new --set run.corpus_dir=other/corpus{hours}",
+        *("other/corpus", "run.corpus_dir=corpus"),
+    )
+    fails("prepare small.py --set run.corpus_dir=other", "=other:", "run.corpus_dir=corpus")
+    assert tree(copy_of_run) == before
+    # The run may have its own corpus again, and a fork may read it from there.
+    code, _ = call("prepare small.py --workdir other --set run.corpus_dir=")
+    assert code == 0
+    assert call("prepare small.py --workdir new --set run.corpus_dir=other/corpus")[0] == 0

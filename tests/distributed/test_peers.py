@@ -297,6 +297,22 @@ def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(err
 
 
 @pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            jax.errors.JaxRuntimeError("x: Gloo AllGather failed:\nat y"),
+            "lost another process (Gloo",
+        ),
+        (jax.errors.JaxRuntimeError("INTERNAL: Core halted unexpectedly"), ""),
+        (ValueError("Gloo is the name of a file"), ""),
+    ],
+)
+def test_another_process_that_has_ended_is_told_in_words(error, words):
+    told = peers.describe_lost_process(error)
+    assert words in told and "\n" not in told and bool(words) == bool(told)
+
+
+@pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"ADDRESS": "h:1"}, "JAX_COORDINATOR_ADDRESS=h:1, JAX_PROCESS_ID=, JAX_NUM_PROCESSES=:"),

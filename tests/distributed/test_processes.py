@@ -308,11 +308,13 @@ def damage_of_one(checkpoint: pathlib.Path) -> list[str]:
 def test_a_killed_process_is_named_and_ends_the_pod(text, tmp_path):
     folder, file = text
     run = ("pretrain", file, "--workdir", tmp_path / "w")
-    code, lines = pod(folder, "killed", 2, "1 3 SIGKILL", *run)
+    code, lines = pod(folder, "killed", 2, "1 10 SIGKILL", *run)  # after a save, the run stays
     assert code == 128 + signal.SIGKILL
     assert "process 0 (" in said(lines, 0)[0] and "lost another process" in said(lines, 0)[0]
     last = [line for line in lines if line.startswith("pod: ")]
     assert last[0] == "pod: process 1 of 2 was killed by SIGKILL, and the others were ended"
+    end = json.loads((tmp_path / "w" / "timings.jsonl").read_text().splitlines()[-1])
+    assert end["outcome"] == "failed" and end["why"].startswith("lost another process (")
 
 
 @pytest.mark.long

@@ -224,6 +224,17 @@ def test_windows_without_the_whole_answer_have_none():
     assert predicted["answer"] == "" and rows.numbers["starts"].tolist() == [0]
 
 
+def leaning(rows, wanted):
+    """Scores by which [CLS] beats the answer, one piece of the context, by so much: (2.0, 0)."""
+    outputs = []
+    for length, (lead, place) in zip(rows.lengths, wanted, strict=True):
+        logits = np.full((length, 2), -50, np.float32)
+        logits[0] = (lead + 2) / 2
+        logits[5 + place] = 1.0
+        outputs.append(logits)
+    return outputs
+
+
 def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold():
     """By hand: [CLS] beats the answer by 2, 0 and -3; leaving the first alone is right."""
     context = "wa wb wc"
@@ -231,12 +242,7 @@ def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold
     examples.append(question(context, "wc", number=2))
     spans = kind(no_answer="possible")
     rows = spans.rows(examples)
-    outputs = []
-    for nothing, place in ((4.0, 0), (2.0, 1), (-1.0, 2)):
-        logits = np.full((rows.lengths[0], 2), -50, np.float32)
-        logits[0] = nothing / 2
-        logits[5 + place] = 1.0
-        outputs.append(logits)
+    outputs = leaning(rows, [(2.0, 0), (0.0, 1), (-3.0, 2)])
     predicted = spans.answers(outputs, rows, examples)
     assert [(s["answer"], s["no_answer"]) for s in predicted] == [
         ("wa", 2.0),
@@ -251,6 +257,23 @@ def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold
         "f1": 1.0,
         "exact_match": 1.0,
     }
+
+
+def test_a_source_is_scored_with_the_threshold_of_all_sources():
+    """By hand: 0 is best for all, and leaves one question of the second source answered wrongly.
+
+    The best threshold for the second source alone is -3.
+    """
+    context = "wa wb wc"
+    leads = [(2.0, 0), (0.0, 1), (0.0, 1), (-1.0, 0), (-3.0, 2)]
+    truths = [(), ("wb",), ("wb",), (), ("wc",)]
+    examples = [question(context, *truth, number=i) for i, truth in enumerate(truths)]
+    spans = kind(no_answer="possible")
+    rows = spans.rows(examples)
+    parts = spans.parts(examples, {"squad:one.json": 3, "squad:two.json": 2})
+    found = spans.evaluate(leaning(rows, leads), 0.0, rows, examples, parts)
+    assert found["no_answer_threshold"] == 0.0 and found["f1"] == pytest.approx(4 / 5)
+    assert (found["f1/one"], found["f1/two"]) == (1.0, 0.5)
 
 
 def test_one_context_of_many_questions_is_cut_into_pieces_once(monkeypatch):

@@ -114,6 +114,13 @@ def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, monkeypatc
         return code, len(begun), [r["outcome"] for r in record["runs"]]
 
     stopped = outcomes(of_1="failed", of_2="stopped")
+    commands = "predict --workdir all wa", "report all", "finetune --workdir all"
+    for command in (*commands, "import all --workdir b", "pretrain --workdir all"):
+        fails(command, "all: no run here", "sweep", "all/seed-1")
+    record = json.loads(pathlib.Path("all/sweep.json").read_text())
+    record["runs"][0]["last"], record["runs"][1]["last"] = {"score": 0.5}, {"score": 0.75}
+    pathlib.Path("all/sweep.json").write_text(json.dumps(record))
+    fails("embed texts.txt --out v.npz --workdir all", "all/seed-2")
     assert stopped == (errors.STOPPED, 2, ["failed", "stopped", ""])
     ended = outcomes(of_1="failed", of_2="failed", of_3="failed")
     assert ended == (errors.FAILED, 3, ["failed"] * 3)

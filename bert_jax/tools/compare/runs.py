@@ -26,6 +26,7 @@ from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
+from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tasks.probes import Probes, score_probes
@@ -86,7 +87,7 @@ class Comparison:
             experiment, number, manifest = self._experiment(row), 1, None
             folder, size = experiment.run.corpus_dir, experiment.model.vocab_size
             while manifest is None:
-                path = Workdir(self._root, folder).corpus
+                path = mirror.open_workdir(self._root, folder, to_write=True).corpus
                 try:
                     manifest = corpus.prepare(experiment.corpus, size, path, self._progress.report)
                 except corpus.Changed as error:

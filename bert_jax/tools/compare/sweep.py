@@ -22,6 +22,7 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
+from bert_jax.storage.workdir import SWEEP
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tools.report.render import PageTable
 
@@ -106,7 +107,7 @@ def run(
     """
     folder = epath.Path(root or f"runs/{sweep[0].experiment.name}-sweep")
     names = storage_of(folder).names(folder)
-    if names and not names & {"sweep.json", *(member.folder for member in sweep)}:
+    if names and not names & {SWEEP, *(member.folder for member in sweep)}:
         raise InputError(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
             "--workdir"
@@ -124,7 +125,7 @@ def run(
         best = max(scored, key=lambda line: line["score"], default=None)
         run_record |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
         record |= {"runs": runs, "groups": _groups(runs)}
-        storage_of(folder).write(folder / "sweep.json", json.dumps(record, indent=2) + "\n")
+        storage_of(folder).write(folder / SWEEP, json.dumps(record, indent=2) + "\n")
         if outcome == "stopped":
             return "stopped"
     for line in table(record):

@@ -15,7 +15,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Experiment, Finetuning
-from bert_jax.errors import InputError, translate_parser_errors
+from bert_jax.errors import InputError, printable, translate_parser_errors
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
@@ -59,6 +59,8 @@ def write(
         refresh = _write_page(path, records, every, price_per_chip_hour)
     for record in records:
         prefix = f"{record.label}: " if len(records) > 1 else ""
+        if record.reason:
+            log(f"{prefix}{record.state} at step {record.steps_done:,}: {printable(record.reason)}")
         log(prefix + record.goodput.line(price_per_chip_hour))
 
 

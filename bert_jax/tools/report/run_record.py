@@ -113,6 +113,12 @@ class Record:
         newest = self.timings[-1:] or self.train[-1:]
         return newest[0]["step"] if newest else 0
 
+    @property
+    def reason(self) -> str:
+        """Returns why the run ended before its last step; "" if no reason is recorded."""
+        ended = self.state in ("stopped", "failed")
+        return self.timings[-1].get("why", "").partition("\n")[0] if ended else ""
+
     @functools.cached_property
     def laps(self) -> list[Line]:
         """Timings of steps, in the order of steps; only the last timing of a repeated step."""

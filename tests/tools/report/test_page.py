@@ -203,10 +203,15 @@ def test_a_run_before_its_first_line_and_without_its_corpus_has_a_page(run, undr
     assert "no prepared corpus here" in text
 
 
-def test_how_a_run_stands_is_read_off_its_last_line_and_its_lock(run, monkeypatch):
+def test_how_a_run_stands_is_read_off_its_last_line_and_its_lock(run, undrawn, monkeypatch):
     timings = run / "timings.jsonl"
-    edited(timings, lambda lines: [*lines[:-1], lines[-1] | {"outcome": "failed"}])
-    assert Record.read(str(run)).state == "failed"
+    facts = {"outcome": "failed", "why": "the disk is full\nmore"}
+    edited(timings, lambda lines: [*lines[:-1], lines[-1] | facts])
+    assert "failed at step 22: the disk is full\n" in broken.said(f"report {run}")
+    assert "Failed: the disk is full" in Tags((run / "report.html").read_text()).text
+    edited(timings, lambda lines: [*lines[:-1], lines[-1] | {"outcome": "stopped"}])
+    record = Record.read(str(run))
+    assert (record.state, record.reason) == ("stopped", "the disk is full")
     edited(timings, lambda lines: lines[:-1])
     assert Record.read(str(run)).state == "killed"
     monkeypatch.setattr("bert_jax.storage.mirror.is_running", lambda workdir: True)
