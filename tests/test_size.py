@@ -54,6 +54,7 @@ ABOVE = {
     "tools": 8_434,
     "training": 2_393,
     "benchmarks": 3_032,
+    "experiments": 1_726,
     "tests": 36_852,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
