@@ -51,7 +51,7 @@ ABOVE = {
     "storage": 2_020,
     "tasks": 4_401,
     "text": 3_213,
-    "tools": 8_423,
+    "tools": 8_424,
     "training": 2_336,
     "benchmarks": 3_032,
     "experiments": 1_726,
