@@ -32,7 +32,8 @@ def _table(benchmark: Benchmark) -> PageTable:
 
 def _notes(benchmark: Benchmark) -> list[str]:
     notes = ["Scores of the validation examples in percent; deviations (n - 1) are over seeds."]
-    return [*notes, *filter(None, [f"Published: {benchmark.suite.published}"])]
+    published = benchmark.suite.published
+    return [*notes, f"Published: {published}"] if published else notes
 
 
 def _rows(benchmark: Benchmark, text: Callable[[float], str], missing: str) -> Iterator[list[str]]:
