@@ -3,7 +3,7 @@
 import argparse
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
@@ -24,13 +24,15 @@ from bert_jax.cli.parsing import (
     number,
     reject_flags,
 )
-from bert_jax.config import Parallelism
+from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
-from bert_jax.storage.workdir import Workdir, holds_finetuning
+from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
 
 if typing.TYPE_CHECKING:
     from bert_jax.embeddings.embed import Embedder
+    from bert_jax.embeddings.search import SearchHit
     from bert_jax.pretraining.loaded_model import LoadedModel
+    from bert_jax.tasks.finetuned_model import TaskModel
 
 COMMANDS = CommandTable()
 
@@ -283,6 +285,18 @@ def _load_embedder(
         help="where the vectors of TEXT_FILE are kept, so that they are computed once "
         "[TEXT_FILE.vectors]",
     ),
+    Argument(
+        "--rerank",
+        metavar="RUN",
+        help="a run of task.kind=rank, which sorts the nearest texts again and gives their scores",
+    ),
+    Argument(
+        "--candidates",
+        metavar="K",
+        help="with --rerank: number of texts to sort again [100]",
+        type=integer(1),
+        default=100,
+    ),
     shared.POOLING,
     *shared.VECTORS,
     shared.RUN_OR_BASE,
@@ -298,20 +312,43 @@ def search(args: argparse.Namespace) -> int:
         raise InputError(f"{args.text_file}: is in a bucket; name a local folder with --vectors")
     require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
+    reranker = _load_reranker(args.rerank)
     from bert_jax.embeddings import search as search_lib
 
     folder = epath.Path(args.vectors or f"{args.text_file}.vectors")
     model, embedder = _load_embedder(run, args, True)
     index = search_lib.Index(args.text_file, folder, model, embedder, print_now, args.long_texts)
+
+    def find(queries: Sequence[str]) -> "list[list[SearchHit]]":
+        if reranker is None:
+            return index.nearest(queries, args.top)
+        from bert_jax.tasks import rank
+
+        found = index.nearest(queries, max(args.candidates, args.top))
+        return rank.rerank(reranker, queries, found, args.top)
+
     if args.queries is not None:
-        index.answer_file(args.queries, epath.Path(args.out), args.top)
+        search_lib.answer_file(find, args.queries, epath.Path(args.out))
         return FINISHED
     for query in args.query or (line for _, line in read_input_lines()):
         print(printable(query))
-        for answer in index.nearest([query], args.top)[0]:
+        for answer in find([query])[0]:
             preview = printable(answer.text[:_PREVIEW_CHARACTERS])
             print(f"  {answer.score:.3f}  line {answer.line}: {preview}")
     return FINISHED
+
+
+def _load_reranker(root: str | None) -> "TaskModel | None":
+    """Returns the model of a run of task.kind=rank; None without a path."""
+    if root is None:
+        return None
+    run = open_run_or_base(root)
+    kind = load_experiment(run, Finetuning).task.kind if holds_finetuning(run) else "none"
+    if kind != "rank":
+        raise InputError(f"--rerank {root}: has task.kind={kind}; name a run of task.kind=rank")
+    from bert_jax.tasks.finetuned_model import TaskModel
+
+    return TaskModel(run)
 
 
 @COMMANDS.add(

@@ -1,0 +1,203 @@
+"""The kind `rank`: losses against sentence-transformers (`make_rank.py`), rows, scores, runs."""
+
+import dataclasses
+import json
+import pathlib
+
+import broken
+import jax
+import kinds
+import numpy as np
+import pytest
+import tuned
+from test_steps import assert_same, train
+
+import bert_jax
+from bert_jax.config import Adapt, Parallelism, Task
+from bert_jax.errors import InputError
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.examples import Candidates
+from bert_jax.tasks.rank import Rank, RankObjective
+from bert_jax.tasks.rows import eval_batches
+
+GOLDEN = np.load(pathlib.Path(__file__).with_name("rank.npz"))
+LOSSES = ("binary_cross_entropy", "mse", "list_net")
+COLUMNS = {"text_column": "query", "second_column": "docs", "label_column": "labels"}
+
+
+def task(loss="list_net", source="jsonl:x", **fields):
+    fields = {"max_sequence_length": 40, "ranking_loss": loss} | COLUMNS | fields
+    return Task(kind="rank", train=(source,), validation=(source,), **fields)
+
+
+def objective(loss="list_net", adapt=None, model=kinds.MODEL):
+    shape = "numbers", "pooled", 1, 1
+    return RankObjective(model, *shape, adapt or Adapt(), ranking_loss=loss)
+
+
+def candidates(*scores, query="wa", text="wb {}"):
+    texts = tuple(text.format(kinds.WORDS[i % 20]) for i in range(len(scores)))
+    return Candidates("f:1", query, texts, tuple(map(float, scores)))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_and_gradients_equal_those_of_sentence_transformers(loss):
+    logits, scores = GOLDEN["logits"], GOLDEN["scores"]
+    batch = {"targets": np.repeat(scores, scores.shape[1], axis=0)}
+    batch["row_weights"] = np.ones(scores.size, np.float32)
+    learned = objective(loss)
+
+    def value_of(rows):
+        return learned.loss(learned.measure(rows, batch), learned.counts(batch))
+
+    value, gradient = jax.jit(jax.value_and_grad(value_of))(logits.reshape(-1, 1))
+    assert value == pytest.approx(float(GOLDEN[f"{loss}_loss"]), rel=1e-6)
+    expected = GOLDEN[f"{loss}_gradient"].reshape(-1, 1)
+    np.testing.assert_allclose(gradient, expected, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_and_rows_without_weight_change_no_loss(loss):
+    """A list of two texts counts the same alone, and padded to four beside a list of weight 0."""
+    kind = Rank(task(loss), (), kinds.TOKENIZER)
+    short, long = candidates(1, 0), candidates(0, 1, 0.5, 0)
+    logits = np.arange(12, dtype=np.float32)[:, None] / 7
+    learned, sums = objective(loss), []
+    for examples in (short,), (short, long):
+        rows = kind.rows(examples)
+        ((_, batch),) = eval_batches(rows, 0, len(rows.ids))
+        batch["row_weights"] = (batch["rows"] < rows.rows_per_example).astype(np.float32)
+        sums.append(learned.measure(logits[batch["rows"]], batch)["loss"])
+    assert len(rows.ids) == 8
+    np.testing.assert_allclose(sums[1], sums[0], rtol=1e-6)
+
+
+def test_rows_hold_the_query_with_each_text():
+    kind = Rank(task(), (), kinds.TOKENIZER)
+    rows = kind.rows([candidates(1, 0), candidates(0, 0, 2)])
+    assert rows.rows_per_example == 3
+    expected = ["[CLS] wa [SEP] wb wa [SEP]", "[CLS] wa [SEP] wb wb [SEP]", "[CLS] wa [SEP] [SEP]"]
+    assert [row.tolist() for row in rows.ids[:3]] == [kinds.ids(text) for text in expected]
+    assert rows.first[:3].tolist() == [3, 3, 3]
+    np.testing.assert_array_equal(rows.numbers["targets"][1], [1, 0, np.nan])
+    # A query that fills a row leaves the text as many tokens as it keeps itself.
+    (long,) = kind.rows([candidates(1, query="wa " * 60, text="wb " * 60)]).ids[:1]
+    assert len(long) == 40 and (long == kinds.ids("wb")[0]).sum() == 18
+
+
+def test_scores_equal_those_of_trec_eval():
+    """`make_rank_scores.py` has the rankings; texts that are no candidates count as missed."""
+    kind = Rank(task(score="map"), (), kinds.TOKENIZER)
+    for case in json.loads(pathlib.Path(__file__).with_name("rank.json").read_text()):
+        examples, outputs = [], []
+        for query in case["queries"]:
+            example = candidates(*query["grades"])
+            examples.append(dataclasses.replace(example, missed=tuple(query["missed"])))
+        width = max(len(query["grades"]) for query in case["queries"])
+        for query in case["queries"]:
+            padded = query["outputs"] + [99.0] * (width - len(query["outputs"]))
+            outputs += [np.array([value], np.float32) for value in padded]
+        found = kind.scores(outputs, kind.rows(examples), examples)
+        assert found == pytest.approx(case["scores"], abs=1e-12)
+
+
+def test_a_model_that_gives_all_texts_one_output_scores_worst():
+    kind, example = Rank(task(), (), kinds.TOKENIZER), candidates(1, 0, 0)
+    outputs = [np.zeros(1, np.float32)] * 3
+    assert kind.scores(outputs, kind.rows([example]), [example])["mrr@10"] == 1 / 3
+
+
+REFUSED = {
+    "an empty query": {"query": " "},
+    "no texts": {"docs": [], "labels": []},
+    "a text instead of a list": {"docs": "wa"},
+    "lists of unequal lengths": {"labels": [1]},
+    "a blank text": {"docs": ["wa", ""]},
+    "a score that is not a number": {"labels": [1, float("nan")]},
+    "a score as a boolean": {"labels": [1, True]},
+    "one text for list_net": {"docs": ["wa"], "labels": [1]},
+}
+
+
+@pytest.mark.parametrize("fields", REFUSED.values(), ids=REFUSED)
+def test_bad_examples_are_refused_by_file_and_line(fields, tmp_path):
+    good = {"query": "wa", "docs": ["wa", "wb"], "labels": [1, 0]}
+    file = tmp_path / "x.jsonl"
+    file.write_text(f"{json.dumps(good)}\n{json.dumps(good | fields)}\n")
+    with pytest.raises(InputError, match=r"x\.jsonl:2: "):
+        examples_lib.read(task(), (f"jsonl:{file}",), "labelled")
+
+
+def test_a_grade_above_one_is_no_probability(tmp_path):
+    (tmp_path / "x").write_text('{"query": "wa", "docs": ["wa"], "labels": [2]}\n')
+    source = (f"jsonl:{tmp_path / 'x'}",)
+    assert examples_lib.read(task("mse"), source, "labelled")
+    with pytest.raises(InputError, match=r"x:1: .*ranking_loss"):
+        examples_lib.read(task("binary_cross_entropy"), source, "labelled")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["list_net", "mse"])
+def test_lists_are_learned_alike_on_four_devices(loss):
+    """Texts of one query must meet on one device; lists of different lengths count as one batch."""
+    rng = np.random.default_rng(0)
+    lists = [candidates(*rng.uniform(0, 1, 2 + i % 3)) for i in range(6)]
+    rows = Rank(task(loss), (), kinds.TOKENIZER).rows(lists)
+    found = train(objective(loss), rows, Parallelism(accumulation=2))
+    expected = train(objective(loss), rows, devices=1)
+    for state in (found[0], expected[0]):
+        # list_net adds it to all texts alike, so that its gradient is rounding.
+        state["params"]["head"].pop("bias", None)
+    assert_same(found, expected)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def write_lists(path, count):
+    """Lists of two to four texts, of which those with the query's word are relevant."""
+    lines = []
+    for i in range(count):
+        query, others = tuned.GOOD[i % 4], tuned.BAD
+        docs = [f"{others[(i + j) % 4]} {others[j]}" for j in range(1 + i % 3)] + [f"{query} wb"]
+        docs = docs[i % 2 :] + docs[: i % 2]
+        labels = [float(query in doc.split()) for doc in docs]
+        lines.append(json.dumps({"query": query, "docs": docs, "labels": labels}) + "\n")
+    pathlib.Path(path).write_text("".join(lines))
+
+
+FIELDS = "".join(f'{name}="{value}", ' for name, value in COLUMNS.items())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that has learned to find the query's word, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    write_lists("train", 32)
+    write_lists("test", 9)
+    text = tuned.FILE.format(kind="rank", source="jsonl:", how="full", epochs=6, fields=FIELDS)
+    pathlib.Path("task.py").write_text(text.replace("5e-2", "1e-2"))
+    return tuned.finetune()
+
+
+def test_a_run_ranks_better_than_before_and_sorts_texts(run):
+    first, *_, last = [line for line in tuned.lines("run/metrics.jsonl") if "ndcg@10" in line]
+    assert last["ndcg@10"] > 0.9 and last["loss"] < first["loss"]
+    (answer,) = tuned.predict("wa", "xa xb", "wa wb", "xc")
+    assert answer["query"] == "wa"
+    ranking = answer["ranking"]
+    assert [text["index"] for text in ranking] == [
+        ["xa xb", "wa wb", "xc"].index(text["text"]) for text in ranking
+    ]
+    scores = [text["score"] for text in ranking]
+    assert scores == sorted(scores, reverse=True) and 0 <= scores[-1] <= scores[0] <= 1
+    tuned_model = bert_jax.load("run")
+    assert tuned_model.predict([["wa", "xa xb", "wa wb", "xc"], ["wb", "xa"]])[0] == answer | {
+        "ranking": [text | {"score": pytest.approx(text["score"], rel=1e-6)} for text in ranking]
+    }
+    typed = tuned.predict(stdin=b"wa\txa xb\twa wb\txc\n")
+    assert typed == [answer]
+    (score,) = tuned.predict("--score")
+    assert score["ndcg@10"] == pytest.approx(last["ndcg@10"])
+    assert "padding" in broken.said("show --workdir run --rows 16")
