@@ -14,8 +14,10 @@ from test_steps import assert_same, train
 
 import bert_jax
 from bert_jax.config import Adapt, Parallelism, Task
+from bert_jax.embeddings import retrieval
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import rank
 from bert_jax.tasks.examples import Candidates
 from bert_jax.tasks.rank import Rank, RankObjective
 from bert_jax.tasks.rows import eval_batches
@@ -201,3 +203,78 @@ def test_a_run_ranks_better_than_before_and_sorts_texts(run):
     (score,) = tuned.predict("--score")
     assert score["ndcg@10"] == pytest.approx(last["ndcg@10"])
     assert "padding" in broken.said("show --workdir run --rows 16")
+
+
+def write_beir(folder):
+    """Queries of one word, whose text has it; one text has the id of a query."""
+    (folder / "qrels").mkdir(parents=True)
+    texts = [f"{a} {b}" for a in tuned.GOOD for b in tuned.BAD[:2]]
+    corpus = [{"_id": f"t{i}", "text": text} for i, text in enumerate(texts)]
+    corpus.append({"_id": "q0", "text": "wa wa"})
+    queries = [{"_id": f"q{i}", "text": word} for i, word in enumerate(tuned.GOOD)]
+    for name, records in (("corpus", corpus), ("queries", queries)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    lines = "".join(f"q{i}\tt{2 * i + 1}\t{1 + i}\n" for i in range(4))
+    (folder / "qrels" / "test.tsv").write_text("query\ttext\tscore\n" + lines)
+
+
+def test_a_beir_folder_gives_what_bm25_finds(tmp_path, monkeypatch):
+    """Texts with equal scores are in the order of trec_eval, as for the scores of BM25 itself."""
+    write_beir(tmp_path)
+    monkeypatch.setattr(rank, "_FIRST_STAGE", 2)
+    source = f"beir:{tmp_path}:test"
+    read = Task(kind="rank", train=("jsonl:x",), validation=(source,), second_column="docs")
+    examples = examples_lib.read(read, (source,), "labelled")
+    assert [x.candidates for x in examples[:2]] == [("wa xb", "wa xa"), ("wb xb", "wb xa")]
+    assert examples[3].scores == (4.0, 0.0) and examples[3].missed == ()
+    kind = Rank(read, (), kinds.TOKENIZER)
+    assert kind.baseline(examples) == ("BM25", 1.0)
+    passages = retrieval.read(str(tmp_path), "test")
+    assert retrieval.bm25_scores(passages)["ndcg@10"] == 1.0
+    monkeypatch.setattr(rank, "_FIRST_STAGE", 1)
+    (tmp_path / "qrels/test.tsv").write_text("query\ttext\tscore\nq0\tt0\t3\nq0\tt1\t1\n")
+    (example,) = examples_lib.read(read, (source,), "labelled")
+    assert (example.scores, example.missed) == ((1.0,), (3.0,))
+    assert kind.rows([example]).numbers["targets"].tolist() == [[1.0]]
+
+
+@pytest.mark.long
+def test_a_run_is_scored_on_a_beir_folder_beside_bm25(run):
+    write_beir(pathlib.Path("beir"))
+    (scores,) = tuned.predict("--score", "--source", "beir:beir:test")
+    assert scores["examples"] == 4 and 0 < scores["ndcg@10"] <= 1
+    text = pathlib.Path("task.py").read_text().replace('("jsonl:test",)', '("beir:beir:test",)')
+    pathlib.Path("task.py").write_text(text)
+    assert "; BM25: ndcg@10 1.0000" in tuned.finetune("--workdir", "other")
+
+
+def test_a_search_is_sorted_again_by_a_run(run):
+    pathlib.Path("texts.txt").write_text("xa xb\n\nwa wb\nxc\nxa wa\n")
+    words = "search texts.txt --workdir base --top 2 --rerank run"
+    lines = broken.said(words, "wa").splitlines()
+    (answer,) = tuned.predict("wa", "xa xb", "wa wb", "xc", "xa wa")
+    first = answer["ranking"][:2]
+    assert [line.split(": ")[1] for line in lines[-2:]] == [text["text"] for text in first]
+    assert [float(line.split()[0]) for line in lines[-2:]] == pytest.approx(
+        [text["score"] for text in first], abs=1e-3
+    )
+    pathlib.Path("queries").write_text("wa\nxb\n")
+    broken.said(words, "--queries", "queries", "--out", "out.jsonl")
+    found = tuned.lines("out.jsonl")
+    assert [hit["text"] for hit in found[0]["nearest"]] == [text["text"] for text in first]
+    assert len(found[1]["nearest"]) == 2
+    broken.said(words.replace("--top 2", "--top 1 --candidates 1"), "wa")
+    broken.fails("search texts.txt --workdir base --rerank base wa", "--rerank base")
+
+
+def test_an_export_says_what_a_cross_encoder_applies(run):
+    for loss, end in (("binary_cross_entropy", "Sigmoid"), ("list_net", "Identity")):
+        text = pathlib.Path("task.py").read_text()
+        pathlib.Path("task.py").write_text(text.replace(FIELDS, f"{FIELDS}ranking_loss={loss!r},"))
+        tuned.finetune("--workdir", loss, "--set", "epochs=0.1")
+        pathlib.Path("task.py").write_text(text)
+        broken.said(f"export --workdir {loss} --out {loss}-folder")
+        fields = json.loads(pathlib.Path(f"{loss}-folder/config.json").read_text())
+        assert fields["sentence_transformers"]["activation_fn"].endswith(f".{end}")
+        assert list(fields["id2label"]) == ["0"]
+        assert "CrossEncoder" in pathlib.Path(f"{loss}-folder/README.md").read_text()
