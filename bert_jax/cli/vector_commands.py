@@ -143,12 +143,12 @@ def _load_embedder(
     Argument(
         "--rerank",
         metavar="RUN",
-        help="a run of task.kind=rank, which sorts the nearest texts again and gives their scores",
+        help="a run of task.kind=rank that sorts texts again",
     ),
     Argument(
         "--candidates",
         metavar="K",
-        help="with --rerank: number of texts to sort again [100]",
+        help="with --rerank: texts to sort again [100]",
         type=integer(1),
         default=100,
     ),
@@ -179,8 +179,8 @@ def search(args: argparse.Namespace) -> int:
             return index.nearest(queries, args.top)
         from bert_jax.tasks import rank
 
-        found = index.nearest(queries, max(args.candidates, args.top))
-        return rank.rerank(reranker, queries, found, args.top)
+        hits = index.nearest(queries, max(args.candidates, args.top))
+        return rank.rerank(reranker, queries, hits, args.top)
 
     if args.queries is not None:
         search_lib.answer_file(find, args.queries, epath.Path(args.out))
@@ -272,7 +272,7 @@ def mine(args: argparse.Namespace) -> int:
     stage = bm25.all_scores
     if run is not None:
         stage = negatives.dense_scores(_load_embedder(run, args, True)[1])
-    limits = negatives.Limits(args.negatives, args.skip, args.depth, args.margin)
+    limits = negatives.MiningLimits(args.negatives, args.skip, args.depth, args.margin)
     summary = negatives.write(negatives.mine(pairs, corpus, stage, limits), epath.Path(args.out))
     print_now(f"{printable(args.out)}: {summary}")
     return FINISHED

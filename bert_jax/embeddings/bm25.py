@@ -39,11 +39,11 @@ def nearest(
       Numbers of texts, int64 [queries, K], and their scores, float32 [queries, K], in descending
       order. Texts with equal scores keep their order.
     """
-    found, scores = list[np.ndarray](), list[np.ndarray]()
+    indices, scores = list[np.ndarray](), list[np.ndarray]()
     for row in all_scores(queries, texts):
-        found.append(nearest_lib.largest_indices(row, count))
-        scores.append(row[found[-1]])
-    return np.stack(found), np.stack(scores)
+        indices.append(nearest_lib.largest_indices(row, count))
+        scores.append(row[indices[-1]])
+    return np.stack(indices), np.stack(scores)
 
 
 def all_scores(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndarray]:

@@ -24,7 +24,7 @@ _QUERIES = 256  # compared with all texts at a time
 FirstStage = Callable[[Sequence[str], Sequence[str]], Iterator[np.ndarray]]
 
 
-class Limits(NamedTuple):
+class MiningLimits(NamedTuple):
     """Which of the texts that are near to a query become negatives."""
 
     count: int  # negatives of a query
@@ -57,7 +57,7 @@ def dense_scores(embedder: Embedder) -> FirstStage:
 
 
 def mine(
-    pairs: Sequence[tuple[str, str]], corpus: Sequence[str], stage: FirstStage, limits: Limits
+    pairs: Sequence[tuple[str, str]], corpus: Sequence[str], stage: FirstStage, limits: MiningLimits
 ) -> Iterator[Mined]:
     """Yields each pair with its negatives, in the order of the first pair of each query.
 
@@ -72,13 +72,13 @@ def mine(
     answers: dict[str, list[int]] = {}
     for query, answer in dict.fromkeys(pairs):
         answers.setdefault(query, []).append(number[answer])
-    for (query, found), scores in zip(answers.items(), stage([*answers], texts), strict=True):
-        lowest = scores[found].min()
+    for (query, numbers), scores in zip(answers.items(), stage([*answers], texts), strict=True):
+        lowest = scores[numbers].min()
         most = lowest - abs(lowest) * limits.margin
-        nearest = nearest_lib.largest_indices(scores, limits.depth + len(found))
-        allowed = [i for i in nearest if i not in found and scores[i] <= most]
+        nearest = nearest_lib.largest_indices(scores, limits.depth + len(numbers))
+        allowed = [i for i in nearest if i not in numbers and scores[i] <= most]
         chosen = allowed[limits.skip : limits.depth][: limits.count]
-        for answer in found:
+        for answer in numbers:
             yield Mined(query, texts[answer], [texts[i] for i in chosen])
 
 

@@ -135,7 +135,7 @@ Numbered = list[tuple[int, Passage]]
 def split(passages: Sequence[Passage]) -> tuple[Numbered, Numbered]:
     """Returns the queries, and the texts from the largest id to the smallest, by code points.
 
-    Of texts with equal scores the first one thus has the larger id, as in trec_eval.
+    So the first of texts with equal scores has the larger id, as in trec_eval.
     """
     numbered = list(enumerate(passages))
     texts = [(i, passage) for i, passage in numbered if passage.relevant is None]

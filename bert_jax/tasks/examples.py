@@ -119,8 +119,7 @@ class Candidates:
     query: str
     candidates: tuple[str, ...]  # at least one
     scores: tuple[float, ...] | None  # one for each; above 0: relevant; None if unlabelled
-    # Scores of the relevant texts that are not among the candidates, if BM25 chose these and their
-    # order; None if a file lists them, in an order without meaning.
+    # Scores of the relevant texts that BM25 did not choose; None if a file lists the candidates.
     missed: tuple[float, ...] | None = None
 
     @property
@@ -233,7 +232,7 @@ def _read_source(
         return
     if source.startswith("beir:"):
         passages = retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
-        yield from task.spec.implementing_class.from_passages(passages)
+        yield from task.spec.implementing_class.parse_passages(passages)
         return
     for location, values in formats.rows(source, task.header, columns, on_broken):
         try:

@@ -119,17 +119,17 @@ class Rank(TaskKind):
         return Candidates(location, texts[0], tuple(texts[1:]), None)
 
     @staticmethod
-    def from_passages(passages: Sequence[Passage]) -> Iterator[Candidates]:
+    def parse_passages(passages: Sequence[Passage]) -> Iterator[Candidates]:
         """Yields for each query the texts that BM25 ranks first, in its order."""
         queries, texts = retrieval.split(passages)
         # One more, since a text with the query's own id is ignored.
         contents = map(retrieval.contents, (queries, texts))
         neighbours, _ = bm25.nearest(*contents, count=_FIRST_STAGE + 1)
         for (_, query), nearest in zip(queries, neighbours, strict=True):
-            found = [text for _, text in map(texts.__getitem__, nearest) if text.id != query.id]
-            found, missed = found[:_FIRST_STAGE], dict(query.relevant or {})
-            scores = tuple(float(missed.pop(text.id, 0)) for text in found)
-            candidates = tuple(text.text for text in found)
+            chosen = [text for _, text in map(texts.__getitem__, nearest) if text.id != query.id]
+            chosen, missed = chosen[:_FIRST_STAGE], dict(query.relevant or {})
+            scores = tuple(float(missed.pop(text.id, 0)) for text in chosen)
+            candidates = tuple(text.text for text in chosen)
             others = tuple(map(float, missed.values()))
             yield Candidates(query.location, query.text, candidates, scores, others)
 
@@ -202,9 +202,9 @@ class Rank(TaskKind):
         """Returns the best text and the first one; the error is 1 - 1 / rank of a relevant text."""
         assert example.scores is not None
         order = [text["index"] for text in answer["ranking"]]
-        found = _scores(example, [example.scores[i] for i in order])["mrr@10"]
+        reciprocal = _scores(example, [example.scores[i] for i in order])["mrr@10"]
         best = example.candidates[int(np.argmax(example.scores))]
-        return ScoredExample([best], [example.candidates[order[0]]], 1 - found)
+        return ScoredExample([best], [example.candidates[order[0]]], 1 - reciprocal)
 
     def mistake_texts(self, example: Candidates) -> Sequence[str]:
         return (example.query,)
@@ -232,20 +232,20 @@ def _scores(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping
 
 
 def rerank(
-    model: TaskModel, queries: Sequence[str], found: Sequence[Sequence[SearchHit]], top: int
+    model: TaskModel, queries: Sequence[str], hits: Sequence[Sequence[SearchHit]], top: int
 ) -> list[list[SearchHit]]:
     """Returns the `top` best hits of each query, sorted by a run of task.kind=rank.
 
-    `found` are the hits of a first stage for each query.
+    `hits` are those of a first stage for each query.
     """
     examples = [
-        Candidates(f"query {number}", query, tuple(hit.text for hit in hits), None)
-        for number, (query, hits) in enumerate(zip(queries, found, strict=True), 1)
+        Candidates(f"query {number}", query, tuple(hit.text for hit in nearest), None)
+        for number, (query, nearest) in enumerate(zip(queries, hits, strict=True), 1)
     ]
     reranked = []
-    for hits, answer in zip(found, model.predict(examples), strict=True):
+    for nearest, answer in zip(hits, model.predict(examples), strict=True):
         best = answer["ranking"][:top]
         reranked.append(
-            [dataclasses.replace(hits[text["index"]], score=text["score"]) for text in best]
+            [dataclasses.replace(nearest[text["index"]], score=text["score"]) for text in best]
         )
     return reranked

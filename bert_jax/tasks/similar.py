@@ -248,8 +248,8 @@ class Similar(TaskKind):
         """Returns the score of BM25 on a BEIR folder."""
         if not isinstance(examples[0], Passage):
             return None
-        found = retrieval.bm25_scores(cast(Sequence[Passage], examples))
-        return ("BM25", found[self.task.main_score]) if found else None
+        by_name = retrieval.bm25_scores(cast(Sequence[Passage], examples))
+        return ("BM25", by_name[self.task.main_score]) if by_name else None
 
 
 def roles_of(example: Sentence | Passage) -> list[Role]:

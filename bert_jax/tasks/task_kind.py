@@ -80,7 +80,7 @@ class TaskKind:
         return Sentence(location, tuple(texts), None)
 
     @staticmethod
-    def from_passages(passages: Sequence[Passage]) -> Iterable[Example]:
+    def parse_passages(passages: Sequence[Passage]) -> Iterable[Example]:
         """Returns the examples of a BEIR folder."""
         return passages
 

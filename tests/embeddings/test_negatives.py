@@ -26,7 +26,10 @@ def given_scores(queries, texts):
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["limits"]))
 def test_negatives_are_those_of_sentence_transformers(case):
-    pairs, limits = [tuple(pair) for pair in GOLDEN["pairs"]], negatives.Limits(*case["limits"])
+    pairs, limits = (
+        [tuple(pair) for pair in GOLDEN["pairs"]],
+        negatives.MiningLimits(*case["limits"]),
+    )
     mined = negatives.mine(pairs, GOLDEN["corpus"], given_scores, limits)
     found = {(one.query, one.positive): one.negatives for one in mined if one.negatives}
     assert found == {(query, answer): texts for query, answer, texts in case["mined"]}
