@@ -37,24 +37,24 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_051,
+    ".": 1_052,
     "checkpoints": 1_190,
-    "cli": 2_127,
-    "config": 2_394,
+    "cli": 2_272,
+    "config": 2_409,
     "data": 3_702,
     "distributed": 1_115,
-    "embeddings": 1_314,
-    "interop": 2_748,
+    "embeddings": 1_548,
+    "interop": 2_766,
     "model": 3_049,
     "pretraining": 1_215,
     "serve": 573,
     "storage": 2_020,
-    "tasks": 4_401,
+    "tasks": 4_607,
     "text": 3_213,
-    "tools": 7_875,
+    "tools": 7_989,
     "training": 2_336,
-    "benchmarks": 3_032,
-    "tests": 37_484,
+    "benchmarks": 3_052,
+    "tests": 38_097,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -25,7 +25,7 @@ FirstStage = Callable[[Sequence[str], Sequence[str]], Iterator[np.ndarray]]
 
 
 class MiningLimits(NamedTuple):
-    """Which of the texts that are near to a query become negatives."""
+    """The rules by which texts near to a query become negatives."""
 
     count: int  # negatives of a query
     skip: int  # so many of the nearest texts are left out

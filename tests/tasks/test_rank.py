@@ -203,6 +203,10 @@ def test_a_run_ranks_better_than_before_and_sorts_texts(run):
     (score,) = tuned.predict("--score")
     assert score["ndcg@10"] == pytest.approx(last["ndcg@10"])
     assert "padding" in broken.said("show --workdir run --rows 16")
+    broken.said("predict --workdir run --input jsonl:test --out copy.jsonl")
+    copied, source = tuned.lines("copy.jsonl"), tuned.lines("test")
+    assert [{n: v for n, v in line.items() if n != "predicted"} for line in copied] == source
+    assert len(copied[0]["predicted"]) == len(source[0]["docs"])
 
 
 def write_beir(folder):
