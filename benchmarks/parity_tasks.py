@@ -56,6 +56,7 @@ CASES: list[Case] = [
     ("tag", {"text_column": "words", "label_column": "tags"}, {"how": "lora"}, "learned"),
     ("span", {"document_stride": 16, "max_query_length": 8}, {"how": "lora"}, "learned"),
     ("classify", {}, {"how": "frozen"}, "learned"),
+    ("rank", {"second_column": "texts", "label_column": "values"}, {"how": "full"}, "learned"),
 ]
 
 
@@ -127,6 +128,7 @@ def examples(kind: str) -> str:
         row: dict[str, Any] = {name: text() for name in ("sentence", "b", "c", "d")}
         row |= {"label": ("no", "perhaps", "yes")[number % 3], "value": draw.uniform(-2, 2)}
         row |= {"right": draw.randrange(3), "words": words, "context": context}
+        row |= {"texts": [row["b"], row["c"], context], "values": [0, 1, 0.5]}
         row["tags"] = [draw.choice(["O", "B-X", "I-X"]) for _ in words]
         row["qas"] = [{"id": f"q{number}", "question": text(5) + "?", "answers": answers}]
         rows.append(row)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import peft
+import sentence_transformers
 import torch
 import transformers
 
@@ -53,7 +54,10 @@ def compare(folder: pathlib.Path, form: str, says: dict[str, Any], checks: Check
         same = list(ids_of(tokenizer, says)) == says["ids"]
         checks.holds(f"{what}: AutoTokenizer's ids equal ours", same)
     if form == "task":
-        pipeline(model, tokenizer, says, what, checks)
+        if says["kind"] == "rank":
+            reranker(folder, says, what, checks)
+        else:
+            pipeline(model, tokenizer, says, what, checks)
 
 
 def load(folder: pathlib.Path, form: str, architecture: str, what: str, checks: Checks) -> Any:
@@ -106,7 +110,8 @@ def ids_of(tokenizer: Any, says: dict[str, Any]):
         if says["kind"] == "tag":
             yield tokenizer(" ".join(example["words"]))["input_ids"]
             continue
-        first, *others = example["texts"]
+        is_rank = says["kind"] == "rank"
+        first, *others = [example["query"], *example["candidates"]] if is_rank else example["texts"]
         for pair in [(first, other) for other in others] or [(first,)]:
             yield tokenizer(*pair, truncation=True)["input_ids"]
 
@@ -135,6 +140,19 @@ def pipeline(model: Any, tokenizer: Any, says: dict[str, Any], what: str, checks
         checks.holds(f"{what}: the pipeline's labels are ours", same)
     if says["kind"] != "tag":
         checks.below(f"{what}: the pipeline's numbers, largest difference", off, CHANCES)
+
+
+def reranker(folder: pathlib.Path, says: dict[str, Any], what: str, checks: Checks) -> None:
+    """The order and the scores of sentence-transformers, against our own."""
+    model = sentence_transformers.CrossEncoder(str(folder / "task"))
+    off, same = 0.0, True
+    for example, ours in zip(says["examples"], says["answers"], strict=True):
+        theirs = model.rank(example["query"], example["candidates"])
+        for text, other in zip(ours["ranking"], theirs, strict=True):
+            same &= text["index"] == other["corpus_id"]
+            off = max(off, abs(text["score"] - float(other["score"])))
+    checks.holds(f"{what}: CrossEncoder sorts as we do", same)
+    checks.below(f"{what}: CrossEncoder's scores, largest difference", off, LOGITS)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def prepare_process() -> None:
 
     - Warnings of the package become lines on standard error.
     - Logs of Orbax and gcsfs are off: they log the errors that they also raise, and the command
-      line prints each error once, in one line.
+      line prints each error once, in one line. So are those of bm25s, which log each call.
     - fsspec and etils read and write buckets through `PatientFileSystem`, which retries requests.
       Lists of folders are not cached, so that files of other processes are seen.
     """
@@ -61,6 +61,7 @@ def prepare_process() -> None:
         silent.append("absl")
     for name in silent:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("bm25s").disabled = True  # its import sets the level DEBUG
     sys.unraisablehook = _report_unraisable
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False

@@ -99,6 +99,7 @@ BY_FLAGS = {
     "span": ({}, ["task.no_answer=possible"]),
     "generate": ({"label_column": "b"}, ["task.max_target_length=20"]),
     "similar": ({}, ["vectors.loss=distil", "vectors.teacher=base"]),
+    "rank": ({"second_column": "docs"}, ["task.ranking_loss=mse"]),
 }
 
 

@@ -15,8 +15,9 @@ LAYERS = (
     *("foreign", "errors", "hardware", "system", "process", "config", "storage", "text"),
     *("data", "model", "training"),
     *("distributed", "checkpoints", "running", "embeddings", "pretraining", "tasks", "interop"),
-    *("api", "serve", "tools.plan", "tools.doctor", "tools.report", "tools.conformance"),
-    *("tools.compare", "tools.benchmark", "tools.auto", "tools.verify", "launch", "cli"),
+    *("api", "serve", "tools.plan", "tools.doctor", "tools.layer_scores", "tools.report"),
+    *("tools.conformance", "tools.compare", "tools.benchmark", "tools.auto", "tools.verify"),
+    *("launch", "cli"),
     "tools.verify.child",
 )
 # Packages whose subpackages are layers of their own; modules that run the command line.

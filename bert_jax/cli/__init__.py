@@ -18,6 +18,7 @@ from bert_jax.cli import (
     inspect_commands,
     train_commands,
     use_commands,
+    vector_commands,
 )
 from bert_jax.cli.parsing import Command, CommandTable, Parser
 from bert_jax.config.code import allow_code_file, was_used
@@ -39,7 +40,7 @@ def launch(args: argparse.Namespace) -> int:
 # The commands in the order of the help.
 GROUPS = {
     "train": train_commands.COMMANDS,
-    "use": use_commands.COMMANDS,
+    "use": CommandTable({**use_commands.COMMANDS, **vector_commands.COMMANDS}),
     "exchange": exchange_commands.COMMANDS,
     "inspect": inspect_commands.COMMANDS,
     "check": check_commands.COMMANDS,

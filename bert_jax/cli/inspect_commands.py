@@ -188,7 +188,9 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     tasks = probes.Probes(args.task, pairs=None, where="--task", fields=shared.column_fields(args))
     for root, run in runs.items():
         model = load_model(run, args)
-        results = probes.score_probes(tasks, model)
+        results: dict[str, Any] = probes.score_probes(tasks, model)
+        if baselines := probes.retrieval_baselines(tasks, model):
+            results["baselines"] = baselines
         for line in _score_lines(results, f"{root}: " if args.also else ""):
             print(line)
         print(json.dumps({"workdir": root, "step": model.step, **results}))
@@ -202,8 +204,10 @@ def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
         if name in results.get("minimal_pairs", {}):
             yield from minimal_pairs.score_lines(f"{prefix}{name}", results["minimal_pairs"][name])
         elif name in results.get("similar", {}):
-            scores = (f"{metric} {value:.4f}" for metric, value in results["similar"][name].items())
-            yield f"{prefix}{name}  {', '.join(scores)}"
+            baselines = results.get("baselines", {}).get(name, {})
+            for row, values in ({name: results["similar"][name]} | baselines).items():
+                scores = (f"{metric} {value:.4f}" for metric, value in values.items())
+                yield f"{prefix}{row}  {', '.join(scores)}"
         else:
             majority = results["majority"][name]
             yield f"{prefix}{name}  {score:.4f}, majority baseline {majority:.4f}"
@@ -238,7 +242,7 @@ def layers(args: argparse.Namespace) -> int:
     run = open_run_or_base(args.workdir)
     attention, record = None, dict[str, Any]()
     model = load_model(run, args, allow_finetuned=False)
-    from bert_jax.tasks import layer_scores as layers_lib
+    from bert_jax.tools import layer_scores as layers_lib
     from bert_jax.tools.report import page
 
     if args.attention is not None:

@@ -66,13 +66,14 @@ class Task(Section, role="identity", label="task"):
 
     # What is predicted: a label of a text (classify), a label (pair) or number (regress) of a pair,
     # one of several texts (choice), a label of each word (tag), a span of a context, another text
-    # (generate), the acceptable one of two texts (minimal_pairs), or a vector of a text, close to
-    # those of similar texts.
+    # (generate), the acceptable one of two texts (minimal_pairs), a vector of a text, close to
+    # those of similar texts (similar), or which texts answer a query best (rank).
     kind: Kind
     # Sources of training examples: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
-    # tfds:NAME:SPLIT; for similar also corpus:WORKDIR:HOW; for minimal_pairs none.
+    # tfds:NAME:SPLIT; for similar also corpus:WORKDIR:HOW; for minimal_pairs none. For rank, texts
+    # and scores are lists.
     train: Annotated[tuple[str, ...], RequiresValue("kind", LEARNED_KINDS)] = ()
-    # Sources of examples to score on; for similar also beir:FOLDER:SPLIT.
+    # Sources of examples to score on; for similar and rank also beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
     # Whether a broken row is an error (stop), or skipped and counted: a row with a blank text or
     # label, with more or fewer columns than the others, or with a label not in task.labels.
@@ -81,7 +82,8 @@ class Task(Section, role="identity", label="task"):
     header: Literal["first_line", "none"] = "first_line"
     # Column of the text, or of the first of two; for minimal_pairs of the acceptable one.
     text_column: str = "sentence"
-    # Column of the second text, for kinds with two; for minimal_pairs of the unacceptable one.
+    # Column of the second text, for kinds with two; for minimal_pairs of the unacceptable one; for
+    # rank of the list of texts.
     second_column: Annotated[str, _only("second_column")] = ""
     # For similar: column of a similar text that is not an answer (hard negative); empty: none.
     negative_column: Annotated[str, _only("negative_column")] = ""
@@ -89,9 +91,15 @@ class Task(Section, role="identity", label="task"):
     query_prefix: Annotated[str, _only("query_prefix")] = ""
     # For similar: prompt of all other texts.
     text_prefix: Annotated[str, _only("text_prefix")] = ""
+    # For rank: the loss. binary_cross_entropy: scores are probabilities; mse: scores are outputs to
+    # learn; list_net: the softmax over the texts of a query is learned.
+    ranking_loss: Annotated[
+        Literal["binary_cross_entropy", "mse", "list_net"], _only("ranking_loss")
+    ] = "binary_cross_entropy"
     # For choice: the columns of the texts to choose from; the first is answer 0.
     choice_columns: Annotated[tuple[str, ...], _only("choice_columns")] = ()
-    # Column of the answer; for generate of the text to write, for minimal_pairs of the paradigm.
+    # Column of the answer; for generate of the text to write, for minimal_pairs of the paradigm,
+    # for rank of the list of scores.
     label_column: str = "label"
     # For minimal_pairs: column of the field of several paradigms, such as syntax; empty: none.
     field_column: Annotated[str, _only("field_column")] = ""

@@ -115,6 +115,13 @@ KINDS = {
         (*_TABLES, "corpus", "beir"),
         adapts=("full", "lora"),
     ),
+    "rank": KindSpec(
+        "rank:Rank",
+        ("ndcg@10", "mrr@10", "map"),
+        settings=("ranking_loss", "adapt.pooling"),
+        sources=("jsonl", "tfds", "beir"),
+        **_PAIR,
+    ),
 }
 
 # Kinds on which a model can be fine-tuned.

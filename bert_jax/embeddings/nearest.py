@@ -42,16 +42,16 @@ def nearest(
         for first in range(0, len(queries), _BLOCK_QUERIES):
             block_products = queries[first : first + _BLOCK_QUERIES] @ block.T
             for query, row in enumerate(block_products, first):
-                nearest_in_block = _largest_indices(row, count)
+                nearest_in_block = largest_indices(row, count)
                 candidates = np.concatenate([products[query], row[nearest_in_block]])
-                best = _largest_indices(candidates, count)
+                best = largest_indices(candidates, count)
                 indices[query] = np.concatenate([indices[query], start + nearest_in_block])[best]
                 products[query] = candidates[best]
         start += len(block)
     return np.stack(indices), np.stack(products)
 
 
-def _largest_indices(values: np.ndarray, count: int) -> np.ndarray:
+def largest_indices(values: np.ndarray, count: int) -> np.ndarray:
     """Returns indices of the largest values, in descending order; equal values in their order."""
     if count < len(values):
         indices = np.flatnonzero(values >= np.partition(values, -count)[-count])

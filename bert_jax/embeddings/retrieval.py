@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from etils import epath
 
+from bert_jax.embeddings import bm25
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.errors import InputError, translate_parser_errors
+from bert_jax.process import logger
 from bert_jax.text.records import encodable
 
 # Scores depend on the first texts of a ranking only.
@@ -98,42 +100,93 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
 
 
 def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[str, float]:
-    """Returns the mean scores over all queries, as BEIR's evaluator and trec_eval compute them.
-
-    All texts except one with the query's own id are ranked by their cosine with the query. If
-    cosines are equal, the text with the larger id, by code points, comes first. The scores of a
-    query without relevant texts are 0.
+    """Returns the scores of ranking texts by the cosine of their vectors with a query's.
 
     Args:
       vectors: the vector of each passage, float32 [W], of length 1.
       passages: queries and texts in any order.
 
     Returns:
-      `recall@1` and `recall@10`, the shares of relevant texts among the first 1 and 10, `mrr@10`
-      (1 / rank of the first relevant text) and `ndcg@10` (Järvelin and Kekäläinen 2002).
+      `recall@1`, `recall@10`, `mrr@10` and `ndcg@10`; see `mean_scores`.
     """
-    queries = [i for i, passage in enumerate(passages) if passage.relevant is not None]
-    texts = [i for i, passage in enumerate(passages) if passage.relevant is None]
-    texts = np.array(sorted(texts, key=lambda i: passages[i].id, reverse=True))
-    blocks = (np.stack([vectors[i] for i in part]) for part in nearest_lib.parts(texts))
-    query_vectors = np.stack([vectors[i] for i in queries])
-    # One more than the depth, since the text with the query's own id is removed below.
+    queries, texts = split(passages)
+    order = np.array([number for number, _ in texts])
+    blocks = (np.stack([vectors[i] for i in part]) for part in nearest_lib.parts(order))
+    query_vectors = np.stack([vectors[number] for number, _ in queries])
+    # One more than the depth, since the text with the query's own id is ignored.
     neighbours, _ = nearest_lib.nearest(blocks, query_vectors, _DEPTH + 1)
-    sums = dict.fromkeys(("recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
-    for query, nearest in zip(queries, texts[neighbours], strict=True):
-        relevant = passages[query].relevant
-        if not relevant:
-            continue
-        ranking = [passages[i].id for i in nearest if passages[i].id != passages[query].id]
-        gains = [relevant.get(text, 0) for text in ranking[:_DEPTH]]
-        hits = [rank for rank, gain in enumerate(gains) if gain]
-        sums["recall@1"] += (0 in hits) / len(relevant)
-        sums["recall@10"] += len(hits) / len(relevant)
-        sums["mrr@10"] += 1 / (1 + hits[0]) if hits else 0.0
-        best = sorted(relevant.values(), reverse=True)[:_DEPTH]
-        sums["ndcg@10"] += _discounted_gain(gains) / _discounted_gain(best)
-    return {name: value / len(queries) for name, value in sums.items()}
+    return mean_scores(queries, texts, neighbours)
 
 
-def _discounted_gain(gains: Sequence[int]) -> float:
-    return sum(gain / math.log2(rank) for rank, gain in enumerate(gains, start=2))
+def bm25_scores(passages: Sequence[Passage]) -> dict[str, float] | None:
+    """Returns the scores of BM25, the usual baseline; None and a warning without the library."""
+    if not bm25.is_installed():
+        logger.warning("there is no baseline for retrieval: %s", bm25.REMEDY)
+        return None
+    queries, texts = split(passages)
+    neighbours, _ = bm25.nearest(contents(queries), contents(texts), _DEPTH + 1)
+    return mean_scores(queries, texts, neighbours)
+
+
+# A passage with its index among all passages.
+Numbered = list[tuple[int, Passage]]
+
+
+def split(passages: Sequence[Passage]) -> tuple[Numbered, Numbered]:
+    """Returns the queries, and the texts from the largest id to the smallest, by code points.
+
+    So the first of texts with equal scores has the larger id, as in trec_eval.
+    """
+    numbered = list(enumerate(passages))
+    texts = [(i, passage) for i, passage in numbered if passage.relevant is None]
+    texts.sort(key=lambda item: item[1].id, reverse=True)
+    return [(i, passage) for i, passage in numbered if passage.relevant is not None], texts
+
+
+def contents(passages: Numbered) -> list[str]:
+    """Returns the texts of passages."""
+    return [passage.text for _, passage in passages]
+
+
+def mean_scores(queries: Numbered, texts: Numbered, neighbours: np.ndarray) -> dict[str, float]:
+    """Returns the mean scores over all queries, as BEIR's evaluator and trec_eval compute them.
+
+    A text with the query's own id is ignored. `neighbours` has for each query the numbers of its
+    nearest texts, int [queries, K], the best first.
+    """
+    names, per_query = ("recall@1", "recall@10", "mrr@10", "ndcg@10"), []
+    for (_, query), nearest in zip(queries, neighbours, strict=True):
+        relevant = query.relevant or {}
+        ids = [texts[i][1].id for i in nearest]
+        gains = [relevant.get(text, 0) for text in ids if text != query.id]
+        per_query.append(ranking_scores(gains[:_DEPTH], [*relevant.values()]))
+    return {name: sum(one[name] for one in per_query) / len(per_query) for name in names}
+
+
+def ranking_scores(gains: Sequence[float], relevant: Sequence[float]) -> dict[str, float]:
+    """Returns the scores of the ranking of one query; all are 0 if no text is relevant.
+
+    Args:
+      gains: the grades of the ranked texts, the first text's first; not above 0: not relevant.
+      relevant: the grades above 0 of all relevant texts, ranked or not.
+
+    Returns:
+      `recall@1` and `recall@10`, the shares of relevant texts among the first 1 and 10; `mrr@10`
+      (1 / rank of the first relevant text); `ndcg@10` (Järvelin and Kekäläinen 2002); and `map`,
+      the average precision of the whole ranking.
+    """
+    hits = [rank for rank, gain in enumerate(gains) if gain > 0]
+    early = [rank for rank in hits if rank < _DEPTH]
+    best, count = sorted(relevant, reverse=True)[:_DEPTH], max(len(relevant), 1)
+    precisions = sum(number / (rank + 1) for number, rank in enumerate(hits, 1))
+    return {
+        "recall@1": (0 in hits) / count,
+        "recall@10": len(early) / count,
+        "mrr@10": 1 / (1 + early[0]) if early else 0.0,
+        "ndcg@10": _discounted_gain(gains[:_DEPTH]) / _discounted_gain(best) if best else 0.0,
+        "map": precisions / count,
+    }
+
+
+def _discounted_gain(gains: Sequence[float]) -> float:
+    return sum(max(gain, 0) / math.log2(rank) for rank, gain in enumerate(gains, start=2))

@@ -48,7 +48,7 @@ class SearchHit:
     """A text that is near to a query."""
 
     line: int  # line number, from 1
-    score: float  # the cosine
+    score: float  # the cosine, or the score by which the text was sorted again
     text: str  # the whole line, or one passage of it
 
 
@@ -105,19 +105,6 @@ class Index:
             ]
             for ranking in zip(numbers, scores, strict=True)
         ]
-
-    def answer_file(self, queries: str, out: epath.Path, top: int) -> None:
-        """Writes the nearest texts to each line of a file, as JSON lines.
-
-        Each is `{"query": "...", "nearest": [{"line": 3, "score": 0.71, "text": "..."}, ...]}`.
-        """
-        path = absolute(out)
-        with create_folder(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
-            texts = (text for _, text in line_reader.read([queries]))
-            while batch := list(itertools.islice(texts, _QUERIES)):
-                for query, hits in zip(batch, self.nearest(batch, top), strict=True):
-                    nearest = [dataclasses.asdict(hit) for hit in hits]
-                    file.write(json.dumps({"query": query, "nearest": nearest}) + "\n")
 
     def _texts(self) -> Iterator[tuple[int, str]]:
         for line, (_, text) in enumerate(line_reader.read([self._path]), 1):
@@ -186,6 +173,24 @@ class Index:
             if (key := _key(text)) in missing:
                 missing.remove(key)
                 yield key, line, text
+
+
+# Maps queries to the texts that were found for each of them, the best first.
+Search = Callable[[Sequence[str]], list[list[SearchHit]]]
+
+
+def answer_file(search: Search, queries: str, out: epath.Path) -> None:
+    """Writes what is found for each line of a file, as JSON lines.
+
+    Each is `{"query": "...", "nearest": [{"line": 3, "score": 0.71, "text": "..."}, ...]}`.
+    """
+    path = absolute(out)
+    with create_folder(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
+        texts = (text for _, text in line_reader.read([queries]))
+        while batch := list(itertools.islice(texts, _QUERIES)):
+            for query, hits in zip(batch, search(batch), strict=True):
+                nearest = [dataclasses.asdict(hit) for hit in hits]
+                file.write(json.dumps({"query": query, "nearest": nearest}) + "\n")
 
 
 def _fingerprint(model: Base, embedder: Embedder) -> str:

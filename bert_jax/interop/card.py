@@ -46,11 +46,14 @@ def write(
     the folder; `tuned` is the fine-tuning that made the model, with its labels.
     """
     task = next(task for end, task in _TASKS.items() if architecture.endswith(end))
+    if tuned and tuned.task.kind == "rank":
+        task = "text-ranking"
     name = FAMILIES[family(trained.model)].label
     # An imported model was trained by others, or by the run that its source names.
     made = "fine-tuned" if tuned else "written" if trained.source else "pre-trained"
     use = f", for texts of task.kind={tuned.task.kind}" if tuned else ""
-    library = "sentence-transformers" if task == "feature-extraction" else "transformers"
+    is_for_texts = task in ("feature-extraction", "text-ranking")
+    library = "sentence-transformers" if is_for_texts else "transformers"
     fresh = [part.partition("/")[0] for part in trained.fresh]
     never = [part for part in fresh if part in PARTS.get(architecture, ())]
     lines = [
@@ -62,7 +65,7 @@ def write(
         f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
         *([f"Labels: {', '.join(map(code, labels))}."] if labels else []),
         *([f"Never trained, freshly initialised: {', '.join(never)}."] if never else []),
-        *("", "```python", *_how_to(architecture, folder, form), "```"),
+        *("", "```python", *_how_to(architecture, folder, form, task), "```"),
         *("", "## Model", ""),
         *(f"- {path}: {code(str(value))}" for path, value in config.flatten(trained.model)),
         f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}",
@@ -84,9 +87,15 @@ def code(text: str) -> str:
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
-def _how_to(architecture: str, folder: str, form: Literal["model", "adapter"]) -> list[str]:
+def _how_to(
+    architecture: str, folder: str, form: Literal["model", "adapter"], task: str
+) -> list[str]:
     paths = (folder, f"{folder}/base")
     target, base = (json.dumps(printable(path).replace("`", "'")) for path in paths)
+    if task == "text-ranking" and form == "model":
+        load = f"model = CrossEncoder({target})"
+        rank = 'ranking = model.rank("a query", ["a text", "another text"])'
+        return ["from sentence_transformers import CrossEncoder", "", load, rank]
     lines = [f"from transformers import AutoTokenizer, {architecture}"]
     load = f"{architecture}.from_pretrained({base if form == 'adapter' else target})"
     if form == "adapter":

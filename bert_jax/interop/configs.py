@@ -198,7 +198,7 @@ def head_of(
         )
     (kinds,) = (TASKS[ending] for ending in TASKS if architecture.endswith(ending))
     if "regress" in kinds:
-        kinds = ("regress",) if len(bias) == 1 else ("classify", "pair")
+        kinds = ("regress", "rank") if len(bias) == 1 else ("classify", "pair")
     has_pooling = architecture.startswith("ModernBert") and kinds[0] not in ("tag", "span")
     pooling = fields.get("classifier_pooling", "cls") if has_pooling else "cls"
     is_unsupported = fields.get("problem_type") == "multi_label_classification"
@@ -319,7 +319,7 @@ def task_fields(
 ) -> dict[str, Any]:
     """Returns the keys of a config.json for the head of a task, in addition to `fields_of`."""
     fields: dict[str, Any] = {"classifier_dropout": head_dropout_prob}
-    names = [column] if kind == "regress" else labels
+    names = [column] if kind in ("regress", "rank") else labels
     if names:  # a span has none
         fields["id2label"] = {str(i): name for i, name in enumerate(names)}
         fields["label2id"] = {name: i for i, name in enumerate(names)}

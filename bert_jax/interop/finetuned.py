@@ -33,7 +33,14 @@ _TASK_TYPES = {
     "classify": "SEQ_CLS",
     "pair": "SEQ_CLS",
     "regress": "SEQ_CLS",
+    "rank": "SEQ_CLS",
     "tag": "TOKEN_CLS",
+}
+# What CrossEncoder of sentence-transformers applies to outputs, by `task.ranking_loss`.
+_ACTIVATIONS = {
+    "binary_cross_entropy": "torch.nn.modules.activation.Sigmoid",
+    "mse": "torch.nn.modules.linear.Identity",
+    "list_net": "torch.nn.modules.linear.Identity",
 }
 Form = Literal["task", "adapter"]
 
@@ -113,6 +120,8 @@ def _write_model(
     fields |= configs.task_fields(
         task.kind, model.labels, task.label_column, adapt.head_dropout_prob
     )
+    if task.kind == "rank":
+        fields["sentence_transformers"] = {"activation_fn": _ACTIVATIONS[task.ranking_loss]}
     if model.pooling == "mean":
         fields["classifier_pooling"] = "mean"
     if names.family(model.model) == "distilbert":

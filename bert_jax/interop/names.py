@@ -42,7 +42,7 @@ FAMILIES = {  # by `family`
 }
 # Suffixes of the names of classes for tasks, and the values of `task.kind` with the same outputs.
 TASKS = {
-    "ForSequenceClassification": ("classify", "pair", "regress"),
+    "ForSequenceClassification": ("classify", "pair", "regress", "rank"),
     "ForMultipleChoice": ("choice",),
     "ForTokenClassification": ("tag",),
     "ForQuestionAnswering": ("span",),

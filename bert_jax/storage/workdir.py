@@ -18,7 +18,7 @@ uploads them.
     W/trackers.json         the progress of trackers (see running.trackers)
     W/profile/              traces of some steps (see running.progress)
     W/plan.json             the plan for TPUs (see tools.plan.report)
-    W/layers.json           scores of the layers (see tasks.layer_scores); layers.html shows them
+    W/layers.json           scores of the layers (see tools.layer_scores); layers.html shows them
     W/launch.json           rented machines, written by older versions
 """
 

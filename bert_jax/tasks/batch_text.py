@@ -70,7 +70,9 @@ def _target_text(rows: TaskRows, row: int, labels: Sequence[str]) -> str:
         return ": not answered here" if spans else ""
     target = rows.numbers["targets"][row]
     if not labels:
-        return f": {target:g}"
+        # For task.kind=rank a row has the scores of all texts of its query.
+        score = np.ravel(target)[row % rows.rows_per_example]
+        return ": padding" if np.isnan(score) else f": {score:g}"
     if rows.rows_per_example > 1:
         candidate = row % rows.rows_per_example
         return f", {printable(labels[candidate])}: {'right' if candidate == target else 'wrong'}"

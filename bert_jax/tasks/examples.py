@@ -111,7 +111,29 @@ class MinimalPair:
         return self.good, self.bad
 
 
-Example = Sentence | Tagged | Question | MinimalPair | Passage
+@dataclass(frozen=True)
+class Candidates:
+    """A query, and the texts among which its answers are sought."""
+
+    location: str
+    query: str
+    candidates: tuple[str, ...]  # at least one
+    scores: tuple[float, ...] | None  # one for each; above 0: relevant; None if unlabelled
+    # Scores of the relevant texts that BM25 did not choose; None if a file lists the candidates.
+    missed: tuple[float, ...] | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The query, then the candidates."""
+        return self.query, *self.candidates
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """There are none: scores are numbers."""
+        return ()
+
+
+Example = Sentence | Tagged | Question | MinimalPair | Passage | Candidates
 
 
 def texts_of(example: Example) -> tuple[str, ...]:
@@ -209,7 +231,8 @@ def _read_source(
                 on_broken(location, error)
         return
     if source.startswith("beir:"):
-        yield from retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
+        passages = retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
+        yield from task.spec.implementing_class.parse_passages(passages)
         return
     for location, values in formats.rows(source, task.header, columns, on_broken):
         try:
@@ -238,7 +261,7 @@ def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) 
     columns = zip(task.text_columns, texts, strict=True)
     checked = tuple(text_of(value, f"column {column!r}", location) for column, value in columns)
     # Correlations compare numbers.
-    parse_label = _label_number if "spearman" in task.spec.scores else _label_name
+    parse_label = label_number if "spearman" in task.spec.scores else _label_name
     label = parse_label(labels[0], f"column {task.label_column!r}", location) if labels else None
     return Sentence(location, checked, label)
 
@@ -314,7 +337,8 @@ def _label_name(value: Any, what: str, location: str) -> str:
     return text_of(value, what, location).strip()
 
 
-def _label_number(value: Any, what: str, location: str) -> float:
+def label_number(value: Any, what: str, location: str) -> float:
+    """Returns a number, which JSON or a text gives; it must be finite."""
     text = value.strip() if isinstance(value, str) else json.dumps(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(number):
@@ -330,22 +354,24 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
     has_tabs = len(task.text_columns) > 1
     filled = ((location, line) for location, line in lines if line.strip())
     for number, (location, line) in enumerate(filled, 1):
-        yield _parse_typed(task, location, line.split("\t") if has_tabs else [line], number)
+        yield parse_typed(task, location, line.split("\t") if has_tabs else [line], number)
 
 
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
     """Yields unlabelled examples: for a task of pairs, the texts A B C D are two examples.
 
-    Questions are numbered from `first`.
+    For task.kind=rank they are one: a query and three texts. Questions are numbered from `first`.
     """
-    count = len(task.text_columns)
+    count = len(texts) if task.kind == "rank" else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):
-        yield _parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
+        yield parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 
-def _parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
+def parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
+    """Returns the unlabelled example of given texts; `number` is that of a question."""
     columns = task.text_columns
-    if len(texts) != len(columns):
+    has_more = task.kind == "rank" and len(texts) > len(columns)  # several texts for the query
+    if len(texts) != len(columns) and not has_more:
         raise InputError(
             f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {len(columns)}: "
             f"write {'<tab>'.join(columns)} in a line, or give each text as one argument"

@@ -107,8 +107,9 @@ class TaskModel:
         ):
             # Each word is one token, so that the rows need the program of this length.
             words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
+            (example,) = examples_lib.parse_arguments(task, [*others, words])
             for size in sizes:
-                list(self.predict(examples_lib.parse_arguments(task, [*others, words] * size)))
+                list(self.predict([example] * size))
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """Yields the answers to examples, in order; `WINDOW` examples are in memory at once.
@@ -223,17 +224,18 @@ class FinetunedModel(LoadedModel):
         Args:
           texts: for each example its text, or a sequence of its texts.
         """
-        task, flat = self.task_model.task, list[str]()
+        task, examples = self.task_model.task, list[Example]()
         count = len(task.text_columns)
         for position, example in enumerate(list_examples(texts)):
-            parts = list_texts(example, f"texts[{position}]")
-            if len(parts) != count:
+            where = f"texts[{position}]"
+            parts = list_texts(example, where)
+            if len(parts) != count and not (task.kind == "rank" and len(parts) > count):
                 raise InputError(
-                    f"texts[{position}]: has {pluralize(len(parts), 'text')}; "
+                    f"{where}: has {pluralize(len(parts), 'text')}; "
                     f"task.kind={task.kind} takes {count}"
                 )
-            flat += parts
-        return list(self.task_model.predict(examples_lib.parse_arguments(task, flat)))
+            examples.append(examples_lib.parse_typed(task, where, parts, position + 1))
+        return list(self.task_model.predict(examples))
 
     def score(self, sources: str | Sequence[str] = ()) -> dict[str, Any]:
         """Returns `step`, `loss`, `score` (the main metric of the task) and all metrics by name.

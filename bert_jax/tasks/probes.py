@@ -24,6 +24,7 @@ from bert_jax import config
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
+from bert_jax.embeddings import retrieval
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
@@ -164,6 +165,13 @@ class SimilarityProbe:
         self._batches = reader.batches(self._rows)
         return reader.operations(self._batches)
 
+    @functools.cached_property
+    def bm25_scores(self) -> dict[str, float] | None:
+        """The scores of BM25, if the task ranks texts and the library is installed."""
+        if not self.task.ranks:
+            return None
+        return retrieval.bm25_scores(cast(list[examples_lib.Passage], self.examples))
+
     def evaluate(self, params: Any) -> dict[str, float]:
         """Returns all scores of the encoder's vectors."""
         run = functools.partial(jit_vectors(self._reader), params, None)
@@ -259,6 +267,24 @@ def score_probes(probes: Probes, trained: LoadedModel) -> dict[str, dict[str, An
             "weights with it"
         )
     return probes.evaluate(load_probe(probes, trained))
+
+
+def retrieval_baselines(
+    probes: Probes, trained: LoadedModel
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns all scores of BM25 and of the untrained encoder, by probe that ranks texts.
+
+    `probes` have scored the loaded model. BM25 is missing without its library.
+    """
+    baselines = {}
+    for probe in probes.probes:
+        if isinstance(probe, SimilarityProbe) and probe.task.ranks:
+            fresh = heads.init_params(trained.model, jax.random.key(0))
+            mesh = mesh_lib.make_mesh(Parallelism())
+            by_name = {"BM25": probe.bm25_scores} if probe.bm25_scores else {}
+            fresh = jax.device_put(fresh, mesh_lib.replicated(mesh))
+            baselines[probe.name] = by_name | {"untrained": probe.evaluate(fresh)}
+    return baselines
 
 
 def load_probe(probes: Probes, trained: LoadedModel) -> Any:

@@ -244,6 +244,13 @@ class Similar(TaskKind):
         cosines = _cosines(np.stack(outputs))
         return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
 
+    def baseline(self, examples: _Examples) -> tuple[str, float] | None:
+        """Returns the score of BM25 on a BEIR folder."""
+        if not isinstance(examples[0], Passage):
+            return None
+        by_name = retrieval.bm25_scores(cast(Sequence[Passage], examples))
+        return ("BM25", by_name[self.task.main_score]) if by_name else None
+
 
 def roles_of(example: Sentence | Passage) -> list[Role]:
     """Returns the role of each text of an example, which decides its prefix.

@@ -6,7 +6,7 @@ Each kind is a class in a module of this package, which `config.task_kinds.KINDS
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from bert_jax.checkpoints.base import Base
 from bert_jax.config import Finetuning, Task, source_name
 from bert_jax.embeddings import packing
+from bert_jax.embeddings.retrieval import Passage
 from bert_jax.embeddings.text_pairs import CorpusPairs
 from bert_jax.errors import prefix_errors
 from bert_jax.tasks import examples as examples_lib
@@ -77,6 +78,11 @@ class TaskKind:
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Example:
         """Returns an unlabelled example of given texts; `number` is the index of the example."""
         return Sentence(location, tuple(texts), None)
+
+    @staticmethod
+    def parse_passages(passages: Sequence[Passage]) -> Iterable[Example]:
+        """Returns the examples of a BEIR folder."""
+        return passages
 
     @classmethod
     def require_libraries(cls) -> None:

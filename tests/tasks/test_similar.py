@@ -263,6 +263,13 @@ def test_queries_find_their_texts(here):
     scores = json.loads(broken.said("predict --workdir run --score"))
     np.testing.assert_allclose(scores["score"], lines[-1]["score"], atol=1e-3)
     broken.fails("predict --workdir run --score --out scores.jsonl", "needs two")
+    # BM25 and an untrained encoder stand beside it.
+    printed = broken.said("evaluate --workdir run --task task.py").splitlines()
+    assert [line.split()[0] for line in printed[:3]] == ["small", "BM25", "untrained"]
+    record = json.loads(printed[3])
+    baselines = record["baselines"]["small"]
+    assert baselines["BM25"].keys() == record["similar"]["small"].keys()
+    assert baselines["untrained"] != record["similar"]["small"]
 
 
 @pytest.mark.long

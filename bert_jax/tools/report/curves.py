@@ -186,7 +186,7 @@ def _minimal_pairs(record: Record) -> list[Plot]:
 
 
 def layer_plot(record: dict[str, Any]) -> Plot:
-    """Returns a plot of the layers' scores; see `tasks.layer_scores.score_layers`."""
+    """Returns a plot of the layers' scores; see `tools.layer_scores.score_layers`."""
     curves = []
     for number, task in enumerate(record.get("tasks", ())):
         scores, guess = task["scores"], task["guess"]

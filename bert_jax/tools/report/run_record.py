@@ -22,7 +22,7 @@ from bert_jax.running.lines import EVALUATIONS
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
-from bert_jax.tasks import layer_scores
+from bert_jax.tools import layer_scores
 from bert_jax.tools.plan import report as plan_report
 from bert_jax.tools.report import times
 
@@ -52,7 +52,7 @@ class Record:
     predictions: list[Line]  # lines of predictions.jsonl
     timings: list[Line]  # lines of timings.jsonl
     plan: dict[str, Any]  # plan for TPUs (tools.plan.report); empty if there is none
-    layers: dict[str, Any]  # scores of layers (tasks.layer_scores); empty if there are none
+    layers: dict[str, Any]  # scores of layers (tools.layer_scores); empty if there are none
 
     @classmethod
     def read(cls, root: str) -> "Record":

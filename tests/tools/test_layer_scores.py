@@ -18,11 +18,12 @@ from bert_jax.config import Parallelism
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks import layer_scores, probes
+from bert_jax.tasks import probes
 from bert_jax.tasks.adaptation import MeshEncoder
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import eval_batches
 from bert_jax.tasks.task_kind import kind_of
+from bert_jax.tools import layer_scores
 
 NAMES = ("classify", "regress", "tag")
 

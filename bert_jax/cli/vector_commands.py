@@ -1,0 +1,380 @@
+"""The commands that compare texts: by vectors, and by runs that rank texts."""
+
+import argparse
+import typing
+from collections.abc import Sequence
+
+from etils import epath
+
+from bert_jax.cli import shared
+from bert_jax.cli.loading import (
+    load_model,
+    open_run_or_base,
+    print_now,
+    read_input_lines,
+    reject_flags_unless_finetuned,
+    require_writable_path,
+)
+from bert_jax.cli.parsing import Argument, CommandTable, integer, number, reject_flags
+from bert_jax.config import Finetuning, Parallelism, source_of
+from bert_jax.errors import FINISHED, InputError, printable
+from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
+
+if typing.TYPE_CHECKING:
+    from bert_jax.embeddings.embed import Embedder
+    from bert_jax.embeddings.search import SearchHit
+    from bert_jax.pretraining.loaded_model import LoadedModel
+    from bert_jax.tasks.finetuned_model import TaskModel
+
+COMMANDS = CommandTable()
+
+_PREVIEW_CHARACTERS = 200  # `search` prints at most this many characters of a text
+
+
+@COMMANDS.add(
+    "embed",
+    "write vectors of texts, or of their tokens",
+    Argument(
+        "text_file",
+        metavar="TEXT_FILE",
+        help="files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); empty "
+        "lines are embedded too [standard input]",
+        nargs="*",
+    ),
+    Argument(
+        "--out",
+        metavar="FILE",
+        help="file to write, a row for each text: .npz, .parquet or .jsonl",
+        required=True,
+    ),
+    Argument(
+        "--pooling",
+        help="mean: mean of all tokens, including [CLS] and [SEP]; cls, last: the vector of [CLS] "
+        "or of the last token; tokens: a vector for each token except [CLS] and [SEP] [as in the "
+        "run or base, else mean]",
+        choices=("mean", "cls", "last", "tokens"),
+    ),
+    Argument(
+        "--role",
+        help="role of the texts, for an encoder with a prompt for each role [document]",
+        # "text" is the former name of the role.
+        type=lambda word: "document" if word == "text" else word,
+        choices=("document", "query"),
+        default="document",
+    ),
+    Argument(
+        "--quantize",
+        help="write one byte or one bit for each number, and print the quantization error [none]",
+        choices=("none", "int8", "binary"),
+        default="none",
+    ),
+    *shared.VECTORS,
+    shared.NORMALIZE,
+    shared.RUN_OR_BASE,
+    *shared.MODEL_FLAGS,
+)
+def embed(args: argparse.Namespace) -> int:
+    """Writes vectors of texts, or of their tokens."""
+    require_writable_path("--out", args.out)
+    run = open_run_or_base(args.workdir)
+    from bert_jax.embeddings import embed as embed_lib
+    from bert_jax.text import line_reader
+
+    lines = line_reader.read(args.text_file) if args.text_file else read_input_lines()
+    _, embedder = _load_embedder(run, args, args.normalize)
+    embed_lib.write(embedder, lines, epath.Path(args.out), print_now, args.role, args.quantize)
+    return FINISHED
+
+
+def _load_embedder(
+    run: Workdir, args: argparse.Namespace, normalize: bool | None
+) -> "tuple[LoadedModel, Embedder]":
+    """Returns the model of a run or base and its embedder.
+
+    `normalize`: whether vectors are scaled to length 1; None: as in the run or base.
+    """
+    from bert_jax.embeddings import embed
+    from bert_jax.training import mesh as mesh_lib
+
+    features = embed.Features(
+        pooling=args.pooling,
+        layers=args.layers,
+        combine=args.combine,
+        normalize=normalize,
+        dimensions=args.dimensions,
+    )
+    model = load_model(run, args)
+    mesh = mesh_lib.make_mesh(Parallelism())
+    return model, embed.Embedder(model, features, mesh, args.max_length, args.batch_tokens)
+
+
+@COMMANDS.add(
+    "search",
+    "find the texts of a file that are nearest to a query, by the cosine of their vectors",
+    Argument(
+        "text_file",
+        metavar="TEXT_FILE",
+        help="a file with a text on each line, also compressed; empty lines are skipped",
+    ),
+    Argument("query", metavar="QUERY", help="queries [lines of standard input]", nargs="*"),
+    Argument(
+        "--queries", metavar="FILE", help="take each line of this file as a query; needs --out"
+    ),
+    Argument(
+        "--out", metavar="FILE", help="with --queries: file to write, a JSON line for each query"
+    ),
+    Argument(
+        "--top", metavar="K", help="number of texts to find [10]", type=integer(1), default=10
+    ),
+    Argument(
+        "--long-texts",
+        "--long",
+        help="index only the beginning of a text that is too long for the encoder, or all its "
+        "passages [beginning]",
+        choices=("beginning", "passages"),
+        default="beginning",
+    ),
+    Argument(
+        "--vectors",
+        metavar="FOLDER",
+        help="where the vectors of TEXT_FILE are kept, so that they are computed once "
+        "[TEXT_FILE.vectors]",
+    ),
+    Argument(
+        "--rerank",
+        metavar="RUN",
+        help="a run of task.kind=rank that sorts texts again",
+    ),
+    Argument(
+        "--candidates",
+        metavar="K",
+        help="with --rerank: texts to sort again [100]",
+        type=integer(1),
+        default=100,
+    ),
+    shared.POOLING,
+    *shared.VECTORS,
+    shared.RUN_OR_BASE,
+    *shared.MODEL_FLAGS,
+)
+def search(args: argparse.Namespace) -> int:
+    """Finds the texts that are nearest to queries."""
+    if (args.queries is None) != (args.out is None):
+        raise InputError("--queries and --out: give both or neither")
+    if args.queries is not None and args.query:
+        raise InputError("QUERY: --queries reads them from a file; remove QUERY")
+    if "://" in args.text_file and args.vectors is None:
+        raise InputError(f"{args.text_file}: is in a bucket; name a local folder with --vectors")
+    require_writable_path("--out", args.out)
+    run = open_run_or_base(args.workdir)
+    reranker = _load_reranker(args.rerank)
+    from bert_jax.embeddings import search as search_lib
+
+    folder = epath.Path(args.vectors or f"{args.text_file}.vectors")
+    model, embedder = _load_embedder(run, args, True)
+    index = search_lib.Index(args.text_file, folder, model, embedder, print_now, args.long_texts)
+
+    def find(queries: Sequence[str]) -> "list[list[SearchHit]]":
+        if reranker is None:
+            return index.nearest(queries, args.top)
+        from bert_jax.tasks import rank
+
+        hits = index.nearest(queries, max(args.candidates, args.top))
+        return rank.rerank(reranker, queries, hits, args.top)
+
+    if args.queries is not None:
+        search_lib.answer_file(find, args.queries, epath.Path(args.out))
+        return FINISHED
+    for query in args.query or (line for _, line in read_input_lines()):
+        print(printable(query))
+        for answer in find([query])[0]:
+            preview = printable(answer.text[:_PREVIEW_CHARACTERS])
+            print(f"  {answer.score:.3f}  line {answer.line}: {preview}")
+    return FINISHED
+
+
+@COMMANDS.add(
+    "mine",
+    "find hard negatives for pairs of queries and answers: near texts that are no answers",
+    Argument(
+        "pairs",
+        metavar="PAIRS",
+        help="a .jsonl, .tsv or .csv with a query and an answer in each row",
+    ),
+    Argument("--query", metavar="COLUMN", help="column of the query [query]", default="query"),
+    Argument(
+        "--positive", metavar="COLUMN", help="column of the answer [positive]", default="positive"
+    ),
+    Argument(
+        "--corpus",
+        metavar="TEXT_FILE",
+        help="further texts to choose negatives from, one on each line [only the answers of all "
+        "queries]",
+    ),
+    Argument("--out", metavar="FILE", help="the .jsonl file to write", required=True),
+    Argument(
+        "--negatives",
+        metavar="N",
+        help="maximum number of negatives of a query [4]",
+        type=integer(1),
+        default=4,
+    ),
+    Argument(
+        "--skip",
+        metavar="N",
+        help="leave out so many of the nearest texts [0]",
+        type=integer(0),
+        default=0,
+    ),
+    Argument(
+        "--depth",
+        metavar="N",
+        help="choose among so many of the nearest texts [100]",
+        type=integer(1),
+        default=100,
+    ),
+    Argument(
+        "--margin",
+        metavar="X",
+        help="a negative's score is at least this share below that of the answer [0.05]",
+        type=number(0),
+        default=0.05,
+    ),
+    Argument(
+        "--workdir",
+        metavar="W",
+        help="the run or base whose vectors score texts [BM25 scores them]",
+    ),
+    shared.POOLING,
+    *shared.VECTORS,
+    *shared.MODEL_FLAGS,
+)
+def mine(args: argparse.Namespace) -> int:
+    """Finds hard negatives for pairs of queries and answers."""
+    require_writable_path("--out", args.out)
+    if args.skip + args.negatives > args.depth:
+        raise InputError(f"--depth {args.depth}: must be at least --skip plus --negatives")
+    run = None if args.workdir is None else open_run_or_base(args.workdir)
+    if run is None:
+        flags = (*shared.VECTOR_FLAGS, *(flag.names[0] for flag in shared.MODEL_FLAGS))
+        reject_flags(args, flags, "requires --workdir")
+    from bert_jax.embeddings import bm25, negatives
+    from bert_jax.tasks import formats
+    from bert_jax.text import line_reader
+
+    pairs = []
+    source = source_of("PAIRS", "similar", args.pairs)
+    for where, cells in formats.rows(source, "first_line", (args.query, args.positive)):
+        query, positive = (formats.text_of(cell, "a text", where) for cell in cells)
+        pairs.append((query, positive))
+    lines = line_reader.read([args.corpus]) if args.corpus else ()
+    corpus = [text for _, text in lines if text.strip()]
+    stage = bm25.all_scores
+    if run is not None:
+        stage = negatives.dense_scores(_load_embedder(run, args, True)[1])
+    limits = negatives.MiningLimits(args.negatives, args.skip, args.depth, args.margin)
+    summary = negatives.write(negatives.mine(pairs, corpus, stage, limits), epath.Path(args.out))
+    print_now(f"{printable(args.out)}: {summary}")
+    return FINISHED
+
+
+def _load_reranker(root: str | None) -> "TaskModel | None":
+    """Returns the model of a run of task.kind=rank; None without a path."""
+    if root is None:
+        return None
+    run = open_run_or_base(root)
+    kind = load_experiment(run, Finetuning).task.kind if holds_finetuning(run) else "none"
+    if kind != "rank":
+        raise InputError(f"--rerank {root}: has task.kind={kind}; name a run of task.kind=rank")
+    from bert_jax.tasks.finetuned_model import TaskModel
+
+    return TaskModel(run)
+
+
+@COMMANDS.add(
+    "serve",
+    "serve vectors (OpenAI-compatible API) or predictions of a fine-tuned run over HTTP",
+    Argument("--workdir", metavar="W", help="a run, a base or a fine-tuned run", required=True),
+    Argument(
+        "--host",
+        metavar="H",
+        help="address to listen on; 0.0.0.0: all interfaces. There is no authentication "
+        "[127.0.0.1]",
+        default="127.0.0.1",
+    ),
+    Argument(
+        "--port",
+        metavar="P",
+        help="port to listen on; 0: any free port [8000]",
+        type=integer(0, 65535),
+        default=8000,
+    ),
+    Argument(
+        "--queue",
+        metavar="N",
+        help="maximum number of pending requests; further ones are answered 503 [256]",
+        type=integer(64, 65536),
+        default=256,
+    ),
+    Argument(
+        "--max-texts",
+        metavar="N",
+        help="maximum number of texts in a request [2048]",
+        type=integer(1, 65536),
+        default=2048,
+    ),
+    Argument(
+        "--max-bytes",
+        metavar="N",
+        help="maximum number of bytes in a request [2097152]",
+        type=integer(1024, 1 << 30),
+        default=2 << 20,
+    ),
+    Argument(
+        "--max-windows",
+        "--max-rows",
+        metavar="N",
+        help="maximum number of windows into which the context of a question is split [128]",
+        type=integer(1, 65536),
+        default=128,
+    ),
+    Argument(
+        "--timeout",
+        metavar="S",
+        help="maximum number of seconds for an answer [30]",
+        type=number(1, 3600),
+        default=30.0,
+    ),
+    shared.POOLING,
+    *shared.VECTORS,
+    shared.NORMALIZE,
+    *shared.MODEL_FLAGS,
+)
+def serve(args: argparse.Namespace) -> int:
+    """Serves vectors or a fine-tuned run's task over HTTP."""
+    run = open_run_or_base(args.workdir)
+    reject_flags_unless_finetuned(run, args)
+    from bert_jax.running.environment import enable_compilation_cache
+    from bert_jax.tasks.finetuned_model import TaskModel
+
+    try:
+        from bert_jax.serve import endpoints, service
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
+        ) from error
+
+    limits = endpoints.Limits(
+        args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_windows
+    )
+    with service.listening(args.host, args.port) as listener:
+        enable_compilation_cache()
+        task = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
+        if task is not None and task.kind.reads != "vectors":
+            reject_flags(args, shared.VECTOR_FLAGS, f"{args.workdir}: this run makes no vectors")
+            endpoint = endpoints.PredictEndpoint(task)
+        else:
+            model, embedder = _load_embedder(run, args, args.normalize)
+            endpoint = endpoints.EmbedEndpoint(model.name, embedder)
+        service.serve(endpoint, listener, limits, print_now)
+    return FINISHED

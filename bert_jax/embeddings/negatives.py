@@ -1,0 +1,111 @@
+"""Hard negatives: texts that are near to a query without answering it.
+
+A first stage, either vectors or BM25, scores all texts for each query. Texts that answer the query
+are excluded, and so are texts that it scores almost as high as these, since many of them are
+answers that nobody has labelled (Moreira et al. 2024, NV-Retriever, section 3). The rules are those
+of `mine_hard_negatives` of sentence-transformers.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from bert_jax.embeddings import nearest as nearest_lib
+from bert_jax.embeddings.embed import Embedder
+from bert_jax.errors import InputError, pluralize
+from bert_jax.storage.workdir import create_folder, write_atomic
+
+_QUERIES = 256  # compared with all texts at a time
+
+# (queries, texts) -> for each query the score of each text, float32 [texts].
+FirstStage = Callable[[Sequence[str], Sequence[str]], Iterator[np.ndarray]]
+
+
+class MiningLimits(NamedTuple):
+    """The rules by which texts near to a query become negatives."""
+
+    count: int  # negatives of a query
+    skip: int  # so many of the nearest texts are left out
+    depth: int  # texts after so many of the nearest ones are too far
+    # A negative's score is at least this share below the lowest score of an answer.
+    margin: float
+
+
+class Mined(NamedTuple):
+    """A query, a text that answers it, and negatives, the nearest first."""
+
+    query: str
+    positive: str
+    negatives: list[str]
+
+
+def dense_scores(embedder: Embedder) -> FirstStage:
+    """Returns the first stage that scores texts by the cosine of their vectors with a query's."""
+
+    def score(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndarray]:
+        of_texts, of_queries = (
+            np.concatenate([part.vectors for part in parts])
+            for parts in (embedder.embed(texts), embedder.embed(queries, "query"))
+        )
+        for start in range(0, len(queries), _QUERIES):
+            yield from of_queries[start : start + _QUERIES] @ of_texts.T
+
+    return score
+
+
+def mine(
+    pairs: Sequence[tuple[str, str]], corpus: Sequence[str], stage: FirstStage, limits: MiningLimits
+) -> Iterator[Mined]:
+    """Yields each pair with its negatives, in the order of the first pair of each query.
+
+    Args:
+      pairs: queries and texts that answer them; a query may have several answers.
+      corpus: texts among which negatives are sought, besides the answers of all queries.
+      stage: scores texts.
+      limits: which texts become negatives.
+    """
+    texts = list(dict.fromkeys([*corpus, *(answer for _, answer in pairs)]))
+    number = {text: i for i, text in enumerate(texts)}
+    answers: dict[str, list[int]] = {}
+    for query, answer in dict.fromkeys(pairs):
+        answers.setdefault(query, []).append(number[answer])
+    for (query, numbers), scores in zip(answers.items(), stage([*answers], texts), strict=True):
+        lowest = scores[numbers].min()
+        most = lowest - abs(lowest) * limits.margin
+        nearest = nearest_lib.largest_indices(scores, limits.depth + len(numbers))
+        allowed = [i for i in nearest if i not in numbers and scores[i] <= most]
+        chosen = allowed[limits.skip : limits.depth][: limits.count]
+        for answer in numbers:
+            yield Mined(query, texts[answer], [texts[i] for i in chosen])
+
+
+def write(mined: Iterator[Mined], out: epath.Path) -> str:
+    """Writes pairs with their negatives as JSON lines; leaves out pairs without negatives.
+
+    A line has `query`, `positive` and the first `negative`, for task.kind=similar, and the lists
+    `docs` and `labels`, for task.kind=rank. Returns a message with the counts.
+    """
+    counts = {"pairs": 0, "negatives": 0, "without": 0}
+
+    def lines() -> Iterator[str]:
+        for query, positive, negatives in mined:
+            counts["pairs" if negatives else "without"] += 1
+            counts["negatives"] += len(negatives)
+            if negatives:
+                labels = [1.0, *[0.0] * len(negatives)]
+                fields = {"query": query, "positive": positive, "negative": negatives[0]}
+                fields |= {"docs": [positive, *negatives], "labels": labels}
+                yield json.dumps(fields, ensure_ascii=False) + "\n"
+        if not counts["pairs"]:
+            raise InputError(
+                f"no pair has a negative: {counts['without']:,} pairs; lower --margin or --skip, "
+                "raise --depth, or give more texts with --corpus"
+            )
+
+    with create_folder(out.parent):
+        write_atomic(out, lines())
+    shown = f"{pluralize(counts['pairs'], 'pair')} with {counts['negatives']:,} negatives"
+    return f"{shown}; {counts['without']:,} without a negative are left out"

@@ -1,0 +1,251 @@
+"""The kind `rank`: sorts texts by how well they answer a query, as a cross-encoder does.
+
+An encoder reads the query and a text together (Nogueira and Cho 2019), and the head gives one
+number for both. This is slower than comparing vectors, and more exact; so it sorts the texts again
+that a first stage has found. Losses are those of sentence-transformers: BinaryCrossEntropyLoss,
+MSELoss, and ListNetLoss (Cao et al. 2007).
+
+Shape letters: E examples, K texts of an example, padded to the longest list.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bert_jax.checkpoints.base import Base
+from bert_jax.config import Finetuning, Task
+from bert_jax.embeddings import bm25, retrieval
+from bert_jax.embeddings.retrieval import Passage
+from bert_jax.embeddings.search import SearchHit
+from bert_jax.errors import InputError
+from bert_jax.model import losses as losses_lib
+from bert_jax.tasks.examples import Candidates, Cells, Sentence, label_number
+from bert_jax.tasks.finetuned_model import TaskModel
+from bert_jax.tasks.formats import text_of
+from bert_jax.tasks.labels import Sentences
+from bert_jax.tasks.rows import TaskRows
+from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
+from bert_jax.tasks.task_objective import Batch, TaskObjective
+
+# Texts of a BEIR folder that BM25 chooses for each query, as BEIR does for cross-encoders.
+_FIRST_STAGE = 100
+
+
+def ranking_loss(loss: str, outputs: jax.Array, scores: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns (sum, count) of `task.ranking_loss`, float32 [2].
+
+    The count is that of lists for `list_net`, else of texts.
+
+    Args:
+      loss: the value of `task.ranking_loss`.
+      outputs: of the head, float32 [E, K].
+      scores: float32 [E, K]; nan for padding.
+      weights: of the examples, float32 [E]; 0 excludes one.
+    """
+    is_text = jnp.isfinite(scores)
+    if loss == "list_net":
+        target = jax.nn.softmax(jnp.where(is_text, scores, -jnp.inf))
+        losses = -(target * jax.nn.log_softmax(jnp.where(is_text, outputs, -1e9))).sum(axis=1)
+    else:
+        weights, scores = weights[:, None] * is_text, jnp.where(is_text, scores, 0.0)
+        if loss == "mse":
+            losses = jnp.square(outputs - scores)
+        else:
+            losses = optax.sigmoid_binary_cross_entropy(outputs, scores)
+    return jnp.stack([(weights * losses).sum(), weights.sum()])
+
+
+@dataclasses.dataclass(frozen=True)
+class RankObjective(TaskObjective):
+    """The `Objective` of `rank`. Each row of a batch has the scores of all texts of its query."""
+
+    ranking_loss: str = "binary_cross_entropy"
+
+    def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
+        texts = batch["targets"].shape[1]
+        scores, weights = batch["targets"][::texts], batch["row_weights"][::texts]
+        return {"loss": ranking_loss(self.ranking_loss, logits.reshape(-1, texts), scores, weights)}
+
+    def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """Counts the texts or, for `list_net`, the lists; they do not depend on logits."""
+        logits = jnp.zeros(batch["targets"].shape[0])
+        return (self.measure(logits, batch)["loss"][1],)
+
+
+def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Candidates:
+    """Returns the example of a query, a list of texts and, if labelled, a list of scores."""
+    lists = zip((task.second_column, task.label_column), [texts[1], *labels], strict=False)
+    for column, value in lists:
+        if not isinstance(value, list) or not value:
+            raise InputError(f"{location}: column {column!r} must be a list, not empty")
+    query = text_of(texts[0], f"column {task.text_column!r}", location)
+    candidates = [text_of(text, f"text {i}", location) for i, text in enumerate(texts[1], 1)]
+    if not labels:
+        return Candidates(location, query, tuple(candidates), None)
+    scores = [label_number(x, f"score {i}", location) for i, x in enumerate(labels[0], 1)]
+    if len(scores) != len(candidates):
+        raise InputError(f"{location}: {len(candidates)} texts, but {len(scores)} scores")
+    if task.ranking_loss == "list_net" and len(scores) < 2:
+        raise InputError(
+            f"{location}: has one text, which list_net cannot compare with others; add texts, "
+            "or set task.ranking_loss=binary_cross_entropy"
+        )
+    if task.ranking_loss == "binary_cross_entropy" and not all(0 <= x <= 1 for x in scores):
+        raise InputError(
+            f"{location}: a score is not within 0 and 1, as task.ranking_loss="
+            "binary_cross_entropy needs; scale the scores, or set task.ranking_loss=list_net"
+        )
+    return Candidates(location, query, tuple(candidates), tuple(scores))
+
+
+class Rank(TaskKind):
+    """The kind of `rank`: a row for each text, with the query.
+
+    An example has as many rows as the longest list that was read so far; others are padded with
+    empty texts. Padding is in no loss and in no answer.
+    """
+
+    learns, answer_field, outputs = "numbers", "ranking", 1
+    objective_class = RankObjective
+    parse_cells = staticmethod(candidates_from_cells)
+
+    @staticmethod
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Candidates:
+        return Candidates(location, texts[0], tuple(texts[1:]), None)
+
+    @staticmethod
+    def parse_passages(passages: Sequence[Passage]) -> Iterator[Candidates]:
+        """Yields for each query the texts that BM25 ranks first, in its order."""
+        queries, texts = retrieval.split(passages)
+        # One more, since a text with the query's own id is ignored.
+        contents = map(retrieval.contents, (queries, texts))
+        neighbours, _ = bm25.nearest(*contents, count=_FIRST_STAGE + 1)
+        for (_, query), nearest in zip(queries, neighbours, strict=True):
+            chosen = [text for _, text in map(texts.__getitem__, nearest) if text.id != query.id]
+            chosen, missed = chosen[:_FIRST_STAGE], dict(query.relevant or {})
+            scores = tuple(float(missed.pop(text.id, 0)) for text in chosen)
+            candidates = tuple(text.text for text in chosen)
+            others = tuple(map(float, missed.values()))
+            yield Candidates(query.location, query.text, candidates, scores, others)
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        return {"ranking_loss": experiment.task.ranking_loss}
+
+    def rows(self, examples: Sequence[Candidates]) -> TaskRows:
+        """Returns K rows for each example. A pair that is too long is cut as in `Sentences.rows`.
+
+        `targets` are float32 [rows, K]: for each row the scores of all texts of its example, nan
+        for padding. Grades above 1 count as 1 in `binary_cross_entropy`.
+        """
+        longest = max(len(example.candidates) for example in examples)
+        texts = self.rows_per_example = max(self.rows_per_example, longest)
+        filled = [
+            Sentence(x.location, (*x.texts, *[""] * (texts - len(x.candidates))), None)
+            for x in examples
+        ]
+        rows = Sentences(self.task, (), self.tokenizer).rows(filled)
+        rows.rows_per_example = texts
+        if examples[0].scores is not None:
+            targets = np.full((len(examples), texts), np.nan, np.float32)
+            for target, example in zip(targets, examples, strict=True):
+                target[: len(example.candidates)] = example.scores
+            if self.task.ranking_loss == "binary_cross_entropy":
+                targets = np.minimum(targets, 1)
+            rows.numbers["targets"] = np.repeat(targets, texts, axis=0)
+        return rows
+
+    def count_rows(self, example: Candidates, most: int) -> int:
+        return len(example.candidates)
+
+    def inputs(self, example: Candidates) -> dict[str, Any]:
+        return {"query": example.query}
+
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]) -> Answers:
+        """Returns the `ranking` of the texts of each example, the best first.
+
+        Each text has its `index` in the example, from 0, and its `score`: the head's output, for
+        `binary_cross_entropy` as a probability.
+        """
+        answers = []
+        for example, logits in zip(examples, _example_logits(outputs, examples), strict=True):
+            values = logits.astype(np.float64)
+            if self.task.ranking_loss == "binary_cross_entropy":
+                values = 1 / (1 + np.exp(-values))
+            order = np.argsort(-logits, kind="stable")
+            answers.append(
+                {
+                    "ranking": [
+                        {"index": int(i), "score": float(values[i]), "text": example.candidates[i]}
+                        for i in order
+                    ]
+                }
+            )
+        return answers
+
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]) -> Scores:
+        """Returns the means over queries; of texts with equal outputs the worse one comes first."""
+        rankings = []
+        for example, logits in zip(examples, _example_logits(outputs, examples), strict=True):
+            truth = np.array(example.scores)
+            rankings.append(_scores(example, truth[np.lexsort((truth, -logits))]))
+        return {
+            name: float(np.mean([ranking[name] for ranking in rankings]))
+            for name in self.task.spec.scores
+        }
+
+    def score_example(self, answer: Answer, example: Candidates) -> ScoredExample:
+        """Returns the best text and the first one; the error is 1 - 1 / rank of a relevant text."""
+        assert example.scores is not None
+        order = [text["index"] for text in answer["ranking"]]
+        reciprocal = _scores(example, [example.scores[i] for i in order])["mrr@10"]
+        best = example.candidates[int(np.argmax(example.scores))]
+        return ScoredExample([best], [example.candidates[order[0]]], 1 - reciprocal)
+
+    def mistake_texts(self, example: Candidates) -> Sequence[str]:
+        return (example.query,)
+
+    def baseline(self, examples: Sequence[Candidates]) -> tuple[str, float] | None:
+        """Returns the score of the order of BM25, if it has chosen the candidates."""
+        if examples[0].missed is None:
+            return None
+        main = self.task.main_score
+        values = [_scores(example, example.scores or ())[main] for example in examples]
+        return "BM25", float(np.mean(values))
+
+
+def _example_logits(outputs: Outputs, examples: Sequence[Candidates]) -> Iterator[np.ndarray]:
+    """Yields the logits of the texts of each example, without padding, float32 [texts]."""
+    logits = np.concatenate(outputs).reshape(len(examples), -1)
+    for example, row in zip(examples, logits, strict=True):
+        yield row[: len(example.candidates)]
+
+
+def _scores(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping[str, float]:
+    """Returns the scores of one ranking; `gains` are its scores in the ranked order."""
+    relevant = [gain for gain in gains if gain > 0]
+    return retrieval.ranking_scores(list(gains), [*relevant, *(example.missed or ())])
+
+
+def rerank(
+    model: TaskModel, queries: Sequence[str], hits: Sequence[Sequence[SearchHit]], top: int
+) -> list[list[SearchHit]]:
+    """Returns the `top` best hits of each query, sorted by a run of task.kind=rank.
+
+    `hits` are those of a first stage for each query.
+    """
+    examples = [
+        Candidates(f"query {number}", query, tuple(hit.text for hit in nearest), None)
+        for number, (query, nearest) in enumerate(zip(queries, hits, strict=True), 1)
+    ]
+    reranked = []
+    for nearest, answer in zip(hits, model.predict(examples), strict=True):
+        best = answer["ranking"][:top]
+        reranked.append(
+            [dataclasses.replace(nearest[text["index"]], score=text["score"]) for text in best]
+        )
+    return reranked
