@@ -37,7 +37,7 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_051,
+    ".": 1_059,
     "checkpoints": 1_190,
     "cli": 2_127,
     "config": 2_394,
@@ -45,16 +45,16 @@ ABOVE = {
     "distributed": 1_115,
     "embeddings": 1_314,
     "interop": 2_748,
-    "model": 3_049,
+    "model": 3_050,
     "pretraining": 1_215,
     "serve": 573,
     "storage": 2_020,
     "tasks": 4_401,
     "text": 3_213,
     "tools": 7_875,
-    "training": 2_336,
+    "training": 2_337,
     "benchmarks": 3_032,
-    "tests": 37_484,
+    "tests": 37_499,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

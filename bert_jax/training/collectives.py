@@ -84,6 +84,7 @@ METHODS = {
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     hardware.TPUS["v6e"].kind: _BY_SPARSE_CORE,
     hardware.TPUS["v5p"].kind: _RINGS,
+    hardware.TPUS["tpu7x"].kind: _RINGS,
 }
 
 
