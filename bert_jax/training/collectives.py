@@ -51,7 +51,7 @@ _AT_ONCE = Method(
     prefetch_bytes=2 * 2**20,
     compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
 )
-# On v6e a gather at once is asynchronous if a SparseCore does it, along both axes and directions.
+# On v6e and TPU7x a gather at once is asynchronous if a SparseCore does it, along all axes.
 _BY_SPARSE_CORE = _AT_ONCE._replace(
     compiler_options=(
         *_AT_ONCE.compiler_options,
@@ -84,7 +84,7 @@ METHODS = {
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     hardware.TPUS["v6e"].kind: _BY_SPARSE_CORE,
     hardware.TPUS["v5p"].kind: _RINGS,
-    hardware.TPUS["tpu7x"].kind: _RINGS,
+    hardware.TPUS["tpu7x"].kind: _BY_SPARSE_CORE,
 }
 
 
