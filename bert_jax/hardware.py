@@ -2,8 +2,8 @@
 
 Peaks are dense floating-point operations per second of a JAX device, as published: in Cloud TPU's
 system architecture pages, and NVIDIA's data sheets of the V100, A100, H100 and H200 (SXM). A JAX
-device is a chip, but on TPU v2 and v3 one of a chip's two cores. Float32 products are computed as
-XLA does by default: in bfloat16 on a TPU, in TF32 on a GPU since the A100.
+device is a chip, but on TPU v2, v3 and TPU7x one of a chip's two cores. Float32 products are
+computed as XLA does by default: in bfloat16 on a TPU, in TF32 on a GPU since the A100.
 
 `TPUS` has the rates for plans. Memory and its bandwidth: the architecture pages of each generation;
 for v2 and v3 Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks"
@@ -20,6 +20,12 @@ their slices are then whole cubes of optical switches; v5e and v6e close only ax
 v2 and v3 are parts of one fixed torus, 16 x 16 and 32 x 32, and close axes of its full length.
 v3:128x32 cannot be rented: it is four pods in a row, on which MLPerf v0.7 was run (Kumar et al.
 2021, "Exploring the Limits of Concurrency in ML Training on Google TPUs").
+
+TPU7x (Ironwood): cloud.google.com/tpu/docs/tpu7x. The clock follows from the multipliers of v6e in
+each core. Links: the page's 1,200 GB/s per chip are of both directions, so half of them, divided by
+six links, minus a tenth; Google's benchmarks (tpu-recipes, ironwood) measured 178.8 GB/s for a
+gather over two axes. The two cores of a chip have a link that is six times as fast. The network is
+100 Gbit/s per chip. Axes close as on v5p.
 """
 
 import dataclasses
@@ -38,6 +44,7 @@ PEAK_FLOPS = {
     "TPU v5 lite": {"bfloat16": 197 * _TERA, "float32": 197 * _TERA},
     "TPU v5": {"bfloat16": 459 * _TERA, "float32": 459 * _TERA},
     "TPU v6 lite": {"bfloat16": 918 * _TERA, "float32": 918 * _TERA},
+    "TPU7x": {"bfloat16": 1_153.5 * _TERA, "float32": 1_153.5 * _TERA},
     "Tesla V100-SXM2-16GB": {"float32": 15.7 * _TERA},
     "NVIDIA A100-SXM4-40GB": {"bfloat16": 312 * _TERA, "float32": 156 * _TERA},
     "NVIDIA A100-SXM4-80GB": {"bfloat16": 312 * _TERA, "float32": 156 * _TERA},
@@ -87,6 +94,7 @@ TPUS = {
     "v5e": _tpu("TPU v5 lite", 1, 1, 1.5, 16, 819, 45, 50, 3.125, ring=16, slices=_FLAT),
     "v5p": _tpu("TPU v5", 1, 2, 1.75, 95, 2_765, 90, 100, 6.25, ring="cubes", slices=_CUBES),
     "v6e": _tpu("TPU v6 lite", 1, 1, 1.75, 32, 1_640, 90, 100, 12.5, ring=16, slices=_FLAT),
+    "tpu7x": _tpu("TPU7x", 2, 1, 2.2, 192, 7_380, 90, 100, 12.5, ring="cubes", slices=_CUBES),
 }
 
 

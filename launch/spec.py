@@ -148,12 +148,14 @@ def is_final(code: int) -> bool:
 #
 # bert_jax names slices as v5e:8x8 (`bert_jax.tools.plan.topology`). Cloud TPU names the same slice
 # by a generation and a number. The number counts cores up to v5p, two per chip, even where v4 and
-# v5p join them into one device; on v5e and v6e it counts chips. GKE names the generation and the
+# v5p join them into one device; on v5e and v6e it counts chips. TPU7x has such a name, which counts
+# cores, but Cloud TPU's own API does not offer it. GKE names the generation and the
 # shape in two labels of a node.
 #
-# Sources: Cloud TPU's pages of each generation (cloud.google.com/tpu/docs/v2 to v6e: shapes, types,
-# hosts and VMs), "TPU software versions" (tpu/docs/runtimes), "Plan TPUs in GKE"
-# (kubernetes-engine/docs/concepts/plan-tpus: labels and machine types; it offers no v2).
+# Sources: Cloud TPU's pages of each generation (cloud.google.com/tpu/docs/v2 to tpu7x: shapes,
+# types, hosts and VMs), "TPU software versions" (tpu/docs/runtimes), "Plan TPUs in GKE"
+# (kubernetes-engine/docs/concepts/plan-tpus: labels and machine types; it offers no v2), and "About
+# Ironwood (TPU7x) in GKE" (concepts/tpu-ironwood).
 
 
 class _Generation(NamedTuple):
@@ -163,7 +165,7 @@ class _Generation(NamedTuple):
     counts: int  # per chip, in the number of an accelerator type: its cores, or 1
     gke: str = ""  # label of the nodes; "" if GKE does not offer the generation
     machine: str = ""  # machine type of the nodes in GKE, without the number of chips
-    runtime: str = "tpu-ubuntu2204-base"  # machine image for JAX
+    runtime: str = "tpu-ubuntu2204-base"  # machine image for JAX; "" if not in Cloud TPU's own API
     # Numbers of chips of slices that are one machine. All other slices have machines of 4 chips.
     whole_hosts: tuple[int, ...] = (4,)
     single: tuple[str, str] = ("", "")  # label and type of a slice of one machine, if different
@@ -180,6 +182,7 @@ _GENERATIONS = {
     "v5e": _Generation("v5litepod", 1, *_V5E, "v2-alpha-tpuv5-lite", _WHOLE),
     "v5p": _Generation("v5p", 2, "tpu-v5p-slice", "ct5p-hightpu", "v2-alpha-tpuv5"),
     "v6e": _Generation("v6e", 1, *_V6E, "v2-alpha-tpuv6e", _WHOLE),
+    "tpu7x": _Generation("tpu7x", 2, "tpu7x", "tpu7x-standard", runtime=""),
 }
 
 
@@ -188,7 +191,7 @@ class SliceNames:
     """The names and sizes of a slice at Cloud TPU and GKE."""
 
     accelerator_type: str  # of Cloud TPU, such as v5litepod-64
-    runtime_version: str  # machine image of Cloud TPU
+    runtime_version: str  # machine image of Cloud TPU; "" if its own API does not offer the slice
     hosts: int  # machines; each runs one process
     chips_per_host: int
     gke_accelerator: str  # label cloud.google.com/gke-tpu-accelerator; "" if GKE does not offer it

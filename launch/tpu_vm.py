@@ -126,6 +126,11 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     if topology.slices > 1:
         raise InputError(f"--topology {topology.name}: rents one slice; `launch gke` takes several")
     names = slice_names(topology)
+    if not names.runtime_version:
+        raise InputError(
+            f"--topology {topology.name}: the TPU VM API does not offer this generation; use "
+            "`launch gke`, or rent machines of Compute Engine yourself"
+        )
     wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _CREATION_SECONDS
     request = [
         f"--node-id={spec.name}",

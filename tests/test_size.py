@@ -37,7 +37,7 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_052,
+    ".": 1_060,
     "checkpoints": 1_205,
     "cli": 2_322,
     "config": 2_572,
@@ -45,17 +45,17 @@ ABOVE = {
     "distributed": 1_120,
     "embeddings": 1_548,
     "interop": 2_767,
-    "model": 3_080,
+    "model": 3_081,
     "pretraining": 1_215,
     "serve": 573,
     "storage": 2_069,
     "tasks": 4_607,
     "text": 3_236,
-    "tools": 8_549,
-    "training": 2_393,
+    "tools": 8_561,
+    "training": 2_394,
     "benchmarks": 3_052,
     "experiments": 1_726,
-    "tests": 37_466,
+    "tests": 37_497,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

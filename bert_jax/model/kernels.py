@@ -57,6 +57,7 @@ BY_DEVICE = {
     hardware.TPUS["v5e"].kind: Kernels(),
     hardware.TPUS["v5p"].kind: Kernels(),
     hardware.TPUS["v6e"].kind: Kernels(),
+    hardware.TPUS["tpu7x"].kind: Kernels(memory=48 * 2**20),
 }
 
 

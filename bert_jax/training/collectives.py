@@ -55,8 +55,8 @@ _AT_ONCE = Method(
     prefetch_bytes=2 * 2**20,
     compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
 )
-# On v6e a gather over all axes is asynchronous if a SparseCore does it, which then uses both axes
-# in both directions.
+# On v6e and TPU7x a gather over all axes is asynchronous if a SparseCore does it, which then uses
+# all axes in both directions.
 _BY_SPARSE_CORE = _AT_ONCE._replace(
     compiler_options=(
         *_AT_ONCE.compiler_options,
@@ -90,6 +90,7 @@ METHODS = {
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     hardware.TPUS["v6e"].kind: _BY_SPARSE_CORE,
     hardware.TPUS["v5p"].kind: _RINGS,
+    hardware.TPUS["tpu7x"].kind: _BY_SPARSE_CORE,
 }
 
 

@@ -117,7 +117,7 @@ def self_checks(device_kind: str) -> CompilerOptions:
     error. The values are those of axlearn (`infer_xsc_compiler_options`), without its test of the
     links between chips, which takes minutes to compile.
     """
-    one_core = device_kind in ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+    one_core = device_kind in ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e", "TPU7x")
     return (
         ("xla_tpu_enable_sdc_checker", True),
         ("xla_tpu_sdc_check_repeat_count", 2),

@@ -164,8 +164,9 @@ def test_of_several_slices_one_that_is_away_holds_up_none():
     assert cluster.after(manifest, [1] * 8) == "FailJobSet"
 
 
-def test_one_host_is_one_process(monkeypatch):
-    _, manifest = made(specified(slice_name="v5e:2x2"))
+@pytest.mark.parametrize("slice_name", ["v5e:2x2", "tpu7x:2x2x1"])
+def test_one_host_is_one_process(slice_name, monkeypatch):
+    _, manifest = made(specified(slice_name=slice_name))
     for name, value in cluster.environment(manifest, 0).items():
         monkeypatch.setenv(name, value)
     assert rendezvous.read_process_info() is None and not peers._is_tpu_host()

@@ -30,6 +30,9 @@ PUBLISHED = {
     "v6e:2x4": ("v6e-8", 1, 8),
     "v6e:4x4": ("v6e-16", 4, 4),
     "v6e:16x16": ("v6e-256", 64, 4),
+    "tpu7x:2x2x1": ("tpu7x-8", 1, 4),
+    "tpu7x:2x2x2": ("tpu7x-16", 2, 4),
+    "tpu7x:4x4x4": ("tpu7x-128", 16, 4),
 }
 # As "Plan TPUs in GKE" does: accelerator, topology, machine.
 IN_GKE = {
@@ -42,9 +45,12 @@ IN_GKE = {
     "v5p:4x4x4": ("tpu-v5p-slice", "4x4x4", "ct5p-hightpu-4t"),
     "v6e:2x4": ("tpu-v6e-slice", "2x4", "ct6e-standard-8t"),
     "v6e:8x8": ("tpu-v6e-slice", "8x8", "ct6e-standard-4t"),
+    "tpu7x:2x2x1": ("tpu7x", "2x2x1", "tpu7x-standard-4t"),
+    "tpu7x:4x4x4": ("tpu7x", "4x4x4", "tpu7x-standard-4t"),
 }
 # As "TPU software versions" does.
 RUNTIMES = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}
+RUNTIMES["tpu7x"] = ""  # which the TPU VM API does not offer
 
 
 def test_a_slice_is_called_as_it_is_published():

@@ -196,6 +196,12 @@ def test_what_is_kept_is_neither_deleted_nor_rented_again(cloud, launch):
     assert staged and staged == {path: path.stat().st_mtime_ns for path in staged}
 
 
+def test_a_generation_that_the_service_does_not_offer_is_refused(cloud, launch):
+    code, shown = launch("tpu_vm", *FLAGS, "--topology", "tpu7x:2x2x1")
+    assert code == 2 and "--topology tpu7x:2x2x1" in shown and "launch gke" in shown
+    assert not (cloud / "calls").exists()
+
+
 def test_machines_are_waited_for_as_long_as_is_said(cloud, launch):
     code, shown = launch("tpu_vm", *FLAGS, "--valid-until", "soon")
     assert code == 2 and "--valid-until" in shown and not (cloud / "calls").exists()

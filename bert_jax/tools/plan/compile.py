@@ -53,6 +53,8 @@ _ENVIRONMENT = {
 DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
+# Seconds after which a compilation is reported again.
+_REPORT_SECONDS = 60.0
 # Compilations at the same time; each takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
 # Sources on which the outcome of a compilation depends.
@@ -98,6 +100,7 @@ class Outcome:
     places: tuple[tuple[int, ...], ...] = ()
     parameters: tuple[str, ...] = ()  # a line for each parameter, see `parameter_table`
     whole_batch: tuple[str, ...] | None = None  # see `hlo.whole_batch_arrays`
+    cpu_seconds: float = 0.0  # of the compilation, in all threads; 0 if not known
 
     @classmethod
     def from_json(cls, text: str) -> "Outcome":
@@ -143,17 +146,26 @@ def compile_all(
     }
     waiting = [number for number in range(len(jobs)) if number not in outcomes]
     running: dict[Worker, int] = {}
+    start = time.time()
     with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
         try:
             while waiting or running:
                 while waiting and len(running) < width:
                     number = waiting.pop(0)
-                    _log_job(jobs[number], log)
+                    job = jobs[number]
+                    layout = layout_of(job.experiment, job.phase)
+                    log(f"compiling {_describe(job)}, {layout}")
                     running[_begin(jobs[number], pathlib.Path(folder, f"{number}"))] = number
-                for worker in wait(running):
+                ended = wait(running, _REPORT_SECONDS)
+                if not ended:
+                    names = "; ".join(_describe(jobs[number]) for number in running.values())
+                    log(f"still compiling, for {(time.time() - start) / 60:.0f} minutes: {names}")
+                for worker in ended:
                     number = running.pop(worker)
                     path = pathlib.Path(folder, f"{number}")
                     outcome = outcomes[number] = _end(jobs[number], path, worker)
+                    if minutes := outcome.cpu_seconds / 60:
+                        log(f"{_describe(jobs[number])}: {minutes:.1f} CPU minutes")
                     if outcome.kind == "refused" and refusals == "raise":
                         raise InputError(f"{jobs[number].topology.name}: {outcome.message}")
         finally:
@@ -172,12 +184,11 @@ def _cache_path(job: CompileJob) -> epath.Path:
     return cache_folder() / "compiled" / f"{key(job)}.json"
 
 
-def _log_job(job: CompileJob, log: Callable[[str], None]) -> None:
-    experiment = job.experiment
-    log(
-        f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
-        f"{experiment.model.num_hidden_layers} layers, "
-        f"{experiment.phases[job.phase].sequence_length} long, {layout_of(experiment, job.phase)}"
+def _describe(job: CompileJob) -> str:
+    experiment, phase = job.experiment, job.experiment.phases[job.phase]
+    return (
+        f"{experiment.name} for {job.topology.name}, phase {job.phase}: "
+        f"{experiment.model.num_hidden_layers} layers, {phase.sequence_length} long"
     )
 
 
@@ -260,11 +271,12 @@ def compile_job(job: CompileJob, dump: str) -> Outcome:
         platform="tpu", topology_name=topology.slice_name, **topology.compiler_options
     )
     try:
-        return compile_step(job.experiment, job.phase, described.devices, dump)
+        outcome = compile_step(job.experiment, job.phase, described.devices, dump)
     except InputError as error:
         return Outcome(kind="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
-        return failure(str(error))
+        outcome = failure(str(error))
+    return dataclasses.replace(outcome, cpu_seconds=time.process_time())
 
 
 def compile_step(

@@ -206,7 +206,7 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Location])
 
     All groups of a collective work at the same time. If a group has one core of each chip, the
     groups of the other cores share the links. Cores of one chip are assumed to communicate at the
-    rate of all links.
+    rate of all links, which on TPU7x is the published one.
     """
     if collective.kind == SEND:
         rate = topology.tpu.network_bandwidth

@@ -30,7 +30,7 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """Returns the number of devices in jax: a chip of v2 or v3 is two devices."""
+        """Returns the number of devices in jax: a chip of v2, v3 or TPU7x is two."""
         return self.chips * self.tpu.devices_per_chip
 
     @property

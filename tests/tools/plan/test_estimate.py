@@ -238,6 +238,7 @@ FOLDED = (0, 2, 4, 6, 7, 5, 3, 1)  # a ring laid along a line: no way is longer 
         ("v5p:4x4x4", range(4), 90e9, 1),  # closed
         ("v3:8x8", (0, 1), 4 * 82e9, 0),  # cores of a chip
         ("v3:8x8", range(4), 82e9, 1),  # the slowest pair is of two chips
+        ("tpu7x:2x2x1", (0, 1), 6 * 90e9, 0),  # published: six times a link
     ],
 )
 def test_a_permutation_takes_as_long_as_its_slowest_pair(name, order, rate, hops):
@@ -274,6 +275,7 @@ def test_both_cores_of_a_chip_send_over_the_same_link():
         ("v5e:8x8", 64, 64, 64 * 197e12),
         ("v5p:4x4x4", 64, 64, 64 * 459e12),
         ("v6e:16x16", 256, 256, 256 * 918e12),
+        ("tpu7x:4x4x4", 64, 128, 64 * 2307e12),
     ],
 )
 def test_chips_are_not_devices(name, chips, devices, peak):

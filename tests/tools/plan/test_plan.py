@@ -188,6 +188,17 @@ def test_what_was_compiled_is_kept_and_not_compiled_again(job, monkeypatch, tmp_
         compile_lib.compile_all([other], lines.append)
 
 
+def test_a_long_compilation_says_what_it_does_and_how_much_time_it_took(job, monkeypatch):
+    monkeypatch.setattr(compile_lib, "compile_job", stand_in.exceed_slowly)
+    monkeypatch.setattr(compile_lib, "_REPORT_SECONDS", 0.05)
+    lines = []
+    compile_lib.compile_all([job], lines.append)
+    begin, *waits, end = lines
+    assert "zero3" in begin and "v5e:8x8" in begin
+    assert waits and all(line.startswith("still compiling, for 0 minutes: ") for line in waits)
+    assert end.endswith(": 1.5 CPU minutes") and end.removesuffix(": 1.5 CPU minutes") in waits[-1]
+
+
 def test_bundles_of_a_kernel_are_found_by_its_instruction(tmp_path):
     (tmp_path / "17-looped.1-00-schedule-analysis_final_bundles.txt").write_text("Schedule")
     (tmp_path / "17-looped.1-01-final_bundles.txt").write_text(text("looped_v5e"))
