@@ -82,7 +82,8 @@ def _bytes_read(array: Instruction, inside: Computation) -> int:
     for user in inside.instructions:
         if array.name not in user.operands:
             continue
-        if user.opcode == "bitcast":
+        # On TPU7x a nested fusion gives an array other tiles in place, before a part is written.
+        if user.opcode == "bitcast" or "output_to_operand_aliasing=" in user.attributes:
             size += _bytes_read(user, inside)
         elif user.operands[0] != array.name or user.opcode not in (*_PARTS, _INTO):
             size += array.bytes

@@ -139,3 +139,35 @@ def test_a_copy_moves_the_part_that_lies_in_memory(name, moved):
     one = of.lookup[name]
     assert work.is_copy(module, one)
     assert work.copy_bytes(one, module.computations.get(one.callee("calls") or "", of)) == moved
+
+
+def test_a_stack_whose_tiles_change_in_place_is_not_read():
+    """As the compiler writes it for TPU7x, shortened."""
+    stack, part = "bf16[24,8,512,1024]{3,2,1,0:T(16,128)(2,1)}", "bf16[1,8,512,1024]{3,2,1,0}"
+    module = hlo.parse(f"""HloModule step
+
+%retile (input: {stack}) -> {stack} {{
+  %input = {stack} parameter(0)
+  ROOT %copy = {stack} copy(%input)
+}}
+
+%write (stack: {stack}, index: s32[], part: {part}) -> {stack} {{
+  %stack = {stack} parameter(0)
+  %index = s32[] parameter(1)
+  %part = {part} parameter(2)
+  %tiles = {stack} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{{{}}: (0, {{}})}}, \
+calls=%retile
+  ROOT %into = {stack} dynamic-update-slice(%tiles, %part, %index, %index, %index, %index)
+}}
+
+ENTRY %main (stack: {stack}, index: s32[], part: {part}) -> {stack} {{
+  %stack = {stack} parameter(0)
+  %index = s32[] parameter(1)
+  %part = {part} parameter(2)
+  ROOT %one = {stack} fusion(%stack, %index, %part), kind=kLoop, calls=%write
+}}
+""")
+    moved = work.copy_bytes(
+        module.computations[module.entry].lookup["one"], module.computations["write"]
+    )
+    assert moved == 2 * 8 * 512 * 1024 * 2 + 4  # the part, read and written, and the index
