@@ -141,6 +141,10 @@ class CommandEntry(NamedTuple):
     arguments: list[Argument]
 
 
+# The command whose arguments `--help` alone describes.
+INSTANCES = "conformance-instances"
+
+
 def commands_page() -> Iterator[str]:
     """Yields the page of all commands, with the arguments of all but the launchers."""
     groups = {
@@ -155,7 +159,8 @@ def commands_page() -> Iterator[str]:
     yield (
         "All commands of `bert-jax`. Words in capitals are values, and arguments in brackets can "
         "be omitted. The first table has the arguments that a command needs, the tables below "
-        "describe all arguments. Brackets at the end of a meaning show the default."
+        "describe all arguments. Brackets at the end of a meaning show the default. Those of "
+        f"`{INSTANCES}` are named as in google-research/bert, create_pretraining_data.py."
     )
     yield from ["", f"`--help` after a command prints its arguments. {GENERATED}"]
     yield from ["", *table("command", "purpose")]
@@ -171,6 +176,7 @@ def commands_page() -> Iterator[str]:
     shared = [a for a in users if a.is_shared or len({owners[name] for name in users[a]}) > 1]
     for title in groups:
         own = [a for a in users if owners[users[a][0]] == title and a not in shared]
+        own = [a for a in own if users[a] != [INSTANCES]]
         yield from ["", f"## {title}", ""]
         yield from table("command", "argument", "meaning")
         yield from (row(", ".join(users[a]), a.form, a.meaning) for a in own)

@@ -200,7 +200,7 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
 @pytest.mark.parametrize(
     ("ending", "outputs", "said", "kinds", "labels"),
     [
-        ("SequenceClassification", 1, {}, ("regress",), ()),
+        ("SequenceClassification", 1, {}, ("regress", "rank"), ()),
         (
             "SequenceClassification",
             2,
