@@ -22,9 +22,10 @@ _Range = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteScore(Section, role="identity", label="score"):
-    """A score that the table of a suite shows, with published values in percent."""
+    """A row of the table of a suite: which score it shows, with published values in percent."""
 
-    # A score of the kind of the task, such as f1; with several validation files also SCORE/FILE.
+    # A score of the kind of the task, such as f1; or SCORE/FILE, with the main score of the task
+    # and the name of one of its validation files without ending.
     name: str
     # Name in the table; empty: the name of the task.
     title: str = ""
@@ -36,7 +37,7 @@ class SuiteScore(Section, role="identity", label="score"):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionFile(Section, role="identity", label="predictions"):
-    """A file of examples, and the file with the predictions of the best run for them.
+    """The file of examples that the best run predicts, and the file of predictions that it writes.
 
     The form of the predictions follows from the kind of the task: for a label or number a table
     with the columns `index` and `prediction`, as GLUE takes it; for `span` the JSON of SQuAD's
@@ -53,7 +54,7 @@ class PredictionFile(Section, role="identity", label="predictions"):
     text_columns: tuple[str, ...] = ()
     # For numbers: the range to which predictions are limited; empty: any.
     number_range: _Range = ()
-    # Name of the zip file that holds the output, too; empty: none.
+    # Name of a zip archive in which the output is put, too; empty: none.
     archive: str = ""
     # What to download if the file is missing; empty: as for the task.
     download: str = ""

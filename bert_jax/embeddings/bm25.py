@@ -3,7 +3,8 @@
 It is the usual first stage of a search and the usual baseline of a model. bm25s (the [bm25] extra)
 computes it with its default settings: the variant of Lucene, k1=1.5 and b=0.75. A word is a run of
 at least two letters or digits, in lower case. There are no stop words and no stemming, so that all
-languages are treated alike; a language without blanks has no words in this sense.
+languages are treated alike. In a language without blanks a phrase is one word, and BM25 of little
+use.
 """
 
 import importlib.util
@@ -36,7 +37,7 @@ def nearest(
       count: results wanted for each query; K is the smaller of `count` and the number of texts.
 
     Returns:
-      Numbers of texts, int64 [queries, K], and their scores, float32 [queries, K], in descending
+      Indices of texts, int64 [queries, K], and their scores, float32 [queries, K], in descending
       order. Texts with equal scores keep their order.
     """
     indices, scores = list[np.ndarray](), list[np.ndarray]()
@@ -52,13 +53,14 @@ def all_scores(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndar
         raise InputError(REMEDY)
     import bm25s
 
-    index, words, nothing = bm25s.BM25(), list(map(_words, texts)), np.zeros(len(texts), np.float32)
+    index, words = bm25s.BM25(), list(map(_words, texts))
+    no_scores = np.zeros(len(texts), np.float32)
     if any(words):  # bm25s cannot index texts without words
         index.index(words, show_progress=False)
     vocabulary = index.vocab_dict if any(words) else {}
     for query in queries:
         known = [word for word in _words(query) if word in vocabulary]
-        yield index.get_scores(known) if known else nothing
+        yield index.get_scores(known) if known else no_scores
 
 
 def _words(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Hard negatives: texts that are near to a query without answering it.
 
 A first stage, either vectors or BM25, scores all texts for each query. Texts that answer the query
-are excluded, and so are texts that it scores almost as high as these, since many of them are
+are excluded, and so are texts whose score is close to that of an answer, since many of them are
 answers that nobody has labelled (Moreira et al. 2024, NV-Retriever, section 3). The rules are those
 of `mine_hard_negatives` of sentence-transformers.
 """
@@ -28,8 +28,8 @@ class MiningLimits(NamedTuple):
     """The rules by which texts near to a query become negatives."""
 
     count: int  # negatives of a query
-    skip: int  # so many of the nearest texts are left out
-    depth: int  # texts after so many of the nearest ones are too far
+    skip: int  # so many of the nearest candidates are left out
+    depth: int  # only so many of the nearest texts are considered
     # A negative's score is at least this share below the lowest score of an answer.
     margin: float
 
@@ -42,7 +42,7 @@ class Mined(NamedTuple):
     negatives: list[str]
 
 
-def dense_scores(embedder: Embedder) -> FirstStage:
+def dense_first_stage(embedder: Embedder) -> FirstStage:
     """Returns the first stage that scores texts by the cosine of their vectors with a query's."""
 
     def score(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndarray]:
@@ -59,7 +59,7 @@ def dense_scores(embedder: Embedder) -> FirstStage:
 def mine(
     pairs: Sequence[tuple[str, str]], corpus: Sequence[str], stage: FirstStage, limits: MiningLimits
 ) -> Iterator[Mined]:
-    """Yields each pair with its negatives, in the order of the first pair of each query.
+    """Yields each pair with its negatives, grouped by query.
 
     Args:
       pairs: queries and texts that answer them; a query may have several answers.
@@ -74,12 +74,12 @@ def mine(
         answers.setdefault(query, []).append(number[answer])
     for (query, numbers), scores in zip(answers.items(), stage([*answers], texts), strict=True):
         lowest = scores[numbers].min()
-        most = lowest - abs(lowest) * limits.margin
+        highest_allowed = lowest - abs(lowest) * limits.margin
         nearest = nearest_lib.largest_indices(scores, limits.depth + len(numbers))
-        allowed = [i for i in nearest if i not in numbers and scores[i] <= most]
+        allowed = [i for i in nearest if i not in numbers and scores[i] <= highest_allowed]
         chosen = allowed[limits.skip : limits.depth][: limits.count]
-        for answer in numbers:
-            yield Mined(query, texts[answer], [texts[i] for i in chosen])
+        for number_of_answer in numbers:
+            yield Mined(query, texts[number_of_answer], [texts[i] for i in chosen])
 
 
 def write(mined: Iterator[Mined], out: epath.Path) -> str:
@@ -101,8 +101,8 @@ def write(mined: Iterator[Mined], out: epath.Path) -> str:
                 yield json.dumps(fields, ensure_ascii=False) + "\n"
         if not counts["pairs"]:
             raise InputError(
-                f"no pair has a negative: {counts['without']:,} pairs; lower --margin or --skip, "
-                "raise --depth, or give more texts with --corpus"
+                f"none of the {counts['without']:,} pairs has a negative; lower --margin or "
+                "--skip, raise --depth, or give more texts with --corpus"
             )
 
     with create_folder(out.parent):

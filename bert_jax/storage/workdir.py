@@ -339,9 +339,8 @@ def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns errors of the file system into InputError, Unavailable or DiskFull with the path."""
     try:
         yield
-    except (InputError, Unavailable):
-        raise
-    except BrokenPipeError:  # not an error of a file: the reader of our output has ended
+    # A broken pipe is not an error of a file: the reader of our output has ended.
+    except (InputError, Unavailable, BrokenPipeError):
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,9 +1,9 @@
 """The kind `rank`: sorts texts by how well they answer a query, as a cross-encoder does.
 
 An encoder reads the query and a text together (Nogueira and Cho 2019), and the head gives one
-number for both. This is slower than comparing vectors, and more exact; so it sorts the texts again
-that a first stage has found. Losses are those of sentence-transformers: BinaryCrossEntropyLoss,
-MSELoss, and ListNetLoss (Cao et al. 2007).
+number for both. This is slower than comparing vectors, and more exact; so it reranks the texts that
+a first stage has found. Losses are those of sentence-transformers: BinaryCrossEntropyLoss, MSELoss,
+and ListNetLoss (Cao et al. 2007).
 
 Shape letters: E examples, K texts of an example, padded to the longest list.
 """
@@ -32,8 +32,9 @@ from bert_jax.tasks.rows import TaskRows
 from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective
 
-# Texts of a BEIR folder that BM25 chooses for each query, as BEIR does for cross-encoders.
-_FIRST_STAGE = 100
+# Number of texts of a BEIR folder that BM25 chooses for each query, as BEIR does for
+# cross-encoders.
+_CANDIDATES = 100
 
 
 def ranking_loss(loss: str, outputs: jax.Array, scores: jax.Array, weights: jax.Array) -> jax.Array:
@@ -44,11 +45,11 @@ def ranking_loss(loss: str, outputs: jax.Array, scores: jax.Array, weights: jax.
     Args:
       loss: the value of `task.ranking_loss`.
       outputs: of the head, float32 [E, K].
-      scores: float32 [E, K]; nan for padding.
+      scores: labels, float32 [E, K]; nan for padding.
       weights: of the examples, float32 [E]; 0 excludes one.
     """
     is_text = jnp.isfinite(scores)
-    if loss == "list_net":
+    if loss == "list_net":  # -1e9, since the target 0 of padding times -inf would be nan
         target = jax.nn.softmax(jnp.where(is_text, scores, -jnp.inf))
         losses = -(target * jax.nn.log_softmax(jnp.where(is_text, outputs, -1e9))).sum(axis=1)
     else:
@@ -62,14 +63,17 @@ def ranking_loss(loss: str, outputs: jax.Array, scores: jax.Array, weights: jax.
 
 @dataclasses.dataclass(frozen=True)
 class RankObjective(TaskObjective):
-    """The `Objective` of `rank`. Each row of a batch has the scores of all texts of its query."""
+    """The `Objective` of `rank`.
+
+    A batch has K rows for each example, one for each text; each has the labels of all K texts.
+    """
 
     ranking_loss: str = "binary_cross_entropy"
 
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
-        texts = batch["targets"].shape[1]
-        scores, weights = batch["targets"][::texts], batch["row_weights"][::texts]
-        return {"loss": ranking_loss(self.ranking_loss, logits.reshape(-1, texts), scores, weights)}
+        k = batch["targets"].shape[1]
+        scores, weights = batch["targets"][::k], batch["row_weights"][::k]
+        return {"loss": ranking_loss(self.ranking_loss, logits.reshape(-1, k), scores, weights)}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
         """Counts the texts or, for `list_net`, the lists; they do not depend on logits."""
@@ -104,7 +108,7 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
 
 
 class Rank(TaskKind):
-    """The kind of `rank`: a row for each text, with the query.
+    """The kind `rank`: a row for each pair of a query and a text.
 
     An example has as many rows as the longest list that was read so far; others are padded with
     empty texts. Padding is in no loss and in no answer.
@@ -122,16 +126,17 @@ class Rank(TaskKind):
     def parse_passages(passages: Sequence[Passage]) -> Iterator[Candidates]:
         """Yields for each query the texts that BM25 ranks first, in its order."""
         queries, texts = retrieval.split(passages)
-        # One more, since a text with the query's own id is ignored.
+        # One more, since BEIR ignores a text that has the id of the query.
         contents = map(retrieval.contents, (queries, texts))
-        neighbours, _ = bm25.nearest(*contents, count=_FIRST_STAGE + 1)
+        neighbours, _ = bm25.nearest(*contents, count=_CANDIDATES + 1)
         for (_, query), nearest in zip(queries, neighbours, strict=True):
             chosen = [text for _, text in map(texts.__getitem__, nearest) if text.id != query.id]
-            chosen, missed = chosen[:_FIRST_STAGE], dict(query.relevant or {})
-            scores = tuple(float(missed.pop(text.id, 0)) for text in chosen)
+            chosen, relevant = chosen[:_CANDIDATES], query.relevant or {}
+            scores = tuple(float(relevant.get(text.id, 0)) for text in chosen)
             candidates = tuple(text.text for text in chosen)
-            others = tuple(map(float, missed.values()))
-            yield Candidates(query.location, query.text, candidates, scores, others)
+            chosen_ids = {text.id for text in chosen}
+            missed = tuple(float(grade) for id_, grade in relevant.items() if id_ not in chosen_ids)
+            yield Candidates(query.location, query.text, candidates, scores, missed)
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
         return {"ranking_loss": experiment.task.ranking_loss}
@@ -139,24 +144,26 @@ class Rank(TaskKind):
     def rows(self, examples: Sequence[Candidates]) -> TaskRows:
         """Returns K rows for each example. A pair that is too long is cut as in `Sentences.rows`.
 
-        `targets` are float32 [rows, K]: for each row the scores of all texts of its example, nan
-        for padding. Grades above 1 count as 1 in `binary_cross_entropy`.
+        K grows with the longest list that any call has had. `targets` are float32 [rows, K]: for
+        each row the labels of all texts of its example, nan for padding. In `binary_cross_entropy`
+        grades of BEIR above 1 count as 1.
         """
         longest = max(len(example.candidates) for example in examples)
-        texts = self.rows_per_example = max(self.rows_per_example, longest)
+        k = self.rows_per_example = max(self.rows_per_example, longest)
         filled = [
-            Sentence(x.location, (*x.texts, *[""] * (texts - len(x.candidates))), None)
+            Sentence(x.location, (*x.texts, *[""] * (k - len(x.candidates))), None)
             for x in examples
         ]
+        # `Sentences` pairs the first text of an example with each of the others.
         rows = Sentences(self.task, (), self.tokenizer).rows(filled)
-        rows.rows_per_example = texts
+        rows.rows_per_example = k
         if examples[0].scores is not None:
-            targets = np.full((len(examples), texts), np.nan, np.float32)
+            targets = np.full((len(examples), k), np.nan, np.float32)
             for target, example in zip(targets, examples, strict=True):
                 target[: len(example.candidates)] = example.scores
             if self.task.ranking_loss == "binary_cross_entropy":
                 targets = np.minimum(targets, 1)
-            rows.numbers["targets"] = np.repeat(targets, texts, axis=0)
+            rows.numbers["targets"] = np.repeat(targets, k, axis=0)
         return rows
 
     def count_rows(self, example: Candidates, most: int) -> int:
@@ -188,7 +195,7 @@ class Rank(TaskKind):
         return answers
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]) -> Scores:
-        """Returns the means over queries; of texts with equal outputs the worse one comes first."""
+        """Returns the means over queries; ties are broken against the model."""
         rankings = []
         for example, logits in zip(examples, _example_logits(outputs, examples), strict=True):
             truth = np.array(example.scores)
@@ -199,7 +206,10 @@ class Rank(TaskKind):
         }
 
     def score_example(self, answer: Answer, example: Candidates) -> ScoredExample:
-        """Returns the best text and the first one; the error is 1 - 1 / rank of a relevant text."""
+        """Returns the text with the highest label, the text that is ranked first, and an error.
+
+        The error is 1 - 1 / rank of the first relevant text.
+        """
         assert example.scores is not None
         order = [text["index"] for text in answer["ranking"]]
         reciprocal = _scores(example, [example.scores[i] for i in order])["mrr@10"]
@@ -226,7 +236,7 @@ def _example_logits(outputs: Outputs, examples: Sequence[Candidates]) -> Iterato
 
 
 def _scores(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping[str, float]:
-    """Returns the scores of one ranking; `gains` are its scores in the ranked order."""
+    """Returns the scores of one ranking; `gains` are the labels in the ranked order."""
     relevant = [gain for gain in gains if gain > 0]
     return retrieval.ranking_scores(list(gains), [*relevant, *(example.missed or ())])
 

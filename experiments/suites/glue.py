@@ -1,4 +1,4 @@
-"""The nine tasks of GLUE and its diagnostic set: the first table of the paper.
+"""The nine tasks of GLUE and its diagnostic set: Table 1 of Devlin et al. 2018.
 
     bert-jax benchmark glue --from bases/bert --data data/glue --out runs/glue
 
@@ -43,7 +43,9 @@ def _task(
     train, dev, test = (f"tsv:{name}/{split}.tsv" for split in ("train", "dev", "test"))
     files: dict[str, Any] = {"train": (train,), "validation": (dev,)}
     task = Task(score=scores[0].name.partition("/")[0], **files | fields)
-    options.setdefault("download", f"download {_ARCHIVES}/{name}.zip, and unpack it there")
+    options.setdefault(
+        "download", f"download {_ARCHIVES}/{name}.zip, and unpack it in the --data folder"
+    )
     return SuiteTask(
         experiment=Finetuning(name=name, task=task, run=RUN),
         scores=scores,
@@ -86,13 +88,13 @@ def _qqp() -> SuiteTask:
     fields = _pair(_BINARY, label_column="is_duplicate", broken_rows="skip", **columns)
     test = _prediction(source="tsv:QQP/test.tsv", output="QQP.tsv", index_column="id")
     scores = _f1_and_accuracy("87.51", "90.76", "71.2")
-    download = f"download {_ARCHIVES}/QQP-clean.zip, and unpack it there"
+    download = f"download {_ARCHIVES}/QQP-clean.zip, and unpack it in the --data folder"
     return _task("QQP", scores, fields, (test,), download=download)
 
 
 def _qnli() -> SuiteTask:
     fields = _pair(_ENTAILED, text_column="question", second_column="sentence")
-    download = f"download {_ARCHIVES}/QNLIv2.zip, and unpack it there"
+    download = f"download {_ARCHIVES}/QNLIv2.zip, and unpack it in the --data folder"
     return _task("QNLI", _accuracy("90.82", "90.5"), fields, download=download)
 
 

@@ -225,7 +225,7 @@ def write_beir(folder):
 def test_a_beir_folder_gives_what_bm25_finds(tmp_path, monkeypatch):
     """Texts with equal scores are in the order of trec_eval, as for the scores of BM25 itself."""
     write_beir(tmp_path)
-    monkeypatch.setattr(rank, "_FIRST_STAGE", 2)
+    monkeypatch.setattr(rank, "_CANDIDATES", 2)
     source = f"beir:{tmp_path}:test"
     read = Task(kind="rank", train=("jsonl:x",), validation=(source,), second_column="docs")
     examples = examples_lib.read(read, (source,), "labelled")
@@ -235,7 +235,7 @@ def test_a_beir_folder_gives_what_bm25_finds(tmp_path, monkeypatch):
     assert kind.baseline(examples) == ("BM25", 1.0)
     passages = retrieval.read(str(tmp_path), "test")
     assert retrieval.bm25_scores(passages)["ndcg@10"] == 1.0
-    monkeypatch.setattr(rank, "_FIRST_STAGE", 1)
+    monkeypatch.setattr(rank, "_CANDIDATES", 1)
     (tmp_path / "qrels/test.tsv").write_text("query\ttext\tscore\nq0\tt0\t3\nq0\tt1\t1\n")
     (example,) = examples_lib.read(read, (source,), "labelled")
     assert (example.scores, example.missed) == ((1.0,), (3.0,))

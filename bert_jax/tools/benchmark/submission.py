@@ -1,6 +1,6 @@
 """The files of predictions that the servers and scripts of benchmarks read.
 
-INDEX and PREDICTION   a table for GLUE (https://gluebenchmark.com/faq), with the words of labels
+INDEX and PREDICTION   a table for GLUE (https://gluebenchmark.com/faq), with the names of labels
 {ID: ANSWER}           the JSON for the scripts of SQuAD; "" is no answer
 WORD TAG PREDICTED     the columns for conlleval of CoNLL-2000, a blank line after each sentence
 """
@@ -25,7 +25,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 def write_predictions(
     model: TaskModel, file: PredictionFile, rows: Sequence[tuple[str, Example]], path: epath.Path
 ) -> None:
-    """Writes the predictions of a model for the rows of a file, from `suite_files.read_file`."""
+    """Writes the predictions of a model for `rows`, which `suite_files.read_file` yields."""
     examples = [example for _, example in rows]
     answers = list(model.predict(examples))
     if model.task.kind == "span":
@@ -40,7 +40,7 @@ def write_predictions(
 
 
 def _label(answer: dict[str, Any], file: PredictionFile) -> str:
-    """Returns the word of a label, or a number within the range of the file."""
+    """Returns the name of a label, or a number within the range of the file."""
     if "value" not in answer:
         return answer["label"]
     low, high = file.number_range or (-math.inf, math.inf)

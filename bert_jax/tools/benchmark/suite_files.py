@@ -12,7 +12,8 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats
 from bert_jax.tasks.examples import Example, Sentence, Tally
 
-# With a larger share of broken rows a file has another layout, even if the task skips such rows.
+# With a larger share of broken rows we take a file for one of another layout, even if the task says
+# `broken_rows="skip"`.
 _MOST_BROKEN = 0.05
 
 
@@ -21,14 +22,14 @@ class CheckedTask(NamedTuple):
 
     task: SuiteTask
     folder: str  # holds the files
-    examples: str  # hash of the training and validation examples
-    files: Mapping[str, str]  # hash of the examples of each of `task.predictions`, by `output`
+    examples_hash: str  # of the training and validation examples
+    prediction_hashes: Mapping[str, str]  # of the examples of `task.predictions`, by `output`
 
 
 def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
     """Reads all files of a suite, and applies the `--set` strings to its experiments.
 
-    The first missing file is an error, then the first row of another layout.
+    Raises InputError first for a missing file, then for a row of another layout.
     """
     for task in suite.tasks:
         _require_files(task, folder)
@@ -58,7 +59,10 @@ def locate(experiment: Finetuning, folder: str) -> Finetuning:
 
 
 def locate_source(source: str, folder: str) -> str:
-    """Returns a source of the suite with the path of its file; see `config.source_name`."""
+    """Returns a source of the suite with the path of its file.
+
+    `/./` marks the part that differs between machines, see `config.source_name`.
+    """
     word, _, path = source.partition(":")
     is_elsewhere = word == "tfds" or os.path.isabs(path)
     return source if is_elsewhere else f"{word}:{folder.rstrip('/')}/./{path}"
@@ -92,8 +96,8 @@ def read_file(
 ) -> Iterator[tuple[str, Example]]:
     """Yields the index and the example of each row of a file that is to be predicted.
 
-    A blank text is an example here, since the file of predictions needs all rows. Questions and
-    sentences of words have no index.
+    A blank text is an example here, since the file of predictions needs all rows. Rows of `span`
+    and `tag` have the index "".
     """
     source = locate_source(file.source, folder)
     if task.kind in ("span", "tag"):

@@ -1,14 +1,14 @@
-"""Does the runs of a suite, task after task, and keeps their scores.
+"""Trains the runs of a suite, task after task, and keeps their scores.
 
-W/benchmark.json       scores of finished runs, and the predictions that are written
-W/table.txt            the table; also as table.csv and table.html
-W/runs/                a workdir for each run
-W/bases/               models that other tasks start from (rules `intermediate`)
-W/predictions/         files of predictions of the best runs
-W/glue.zip             some of them, if the suite names an archive
+OUT/benchmark.json     scores of finished runs, and the predictions that are written
+OUT/table.txt          the table; also as table.csv and table.html
+OUT/runs/              a workdir for each run
+OUT/bases/             models that other tasks start from (rules `intermediate`)
+OUT/predictions/       files of predictions of the best runs
+OUT/glue.zip           those that name this archive, to send to a server
 
-A score is stored under a hash of its settings, base and examples, so no run is done twice. Names of
-workdirs end in this hash.
+The scores of a run are stored under a hash of its settings, base and examples, so no run is trained
+twice. Names of workdirs end in this hash.
 """
 
 import collections
@@ -52,32 +52,32 @@ class Start(NamedTuple):
     """The model that runs start from."""
 
     path: str
-    identity: str  # a hash
+    key: str  # hash of a base, or the name of the run that made it
 
 
 @dataclass
-class Cell:
+class TaskResult:
     """The finished runs of a task."""
 
     task: SuiteTask
     settings: Mapping[str, str] = field(default_factory=dict)  # those that were chosen
-    seeds: Sequence[Entry] = ()  # runs with these settings
+    seed_runs: Sequence[Entry] = ()  # runs with these settings, one for each seed
     minutes: float = 0.0  # of all runs, also those of the search
 
     @property
     def best(self) -> Entry | None:
         """Returns the run with the highest main score; None if none is finished."""
-        return max(self.seeds, key=lambda entry: entry["scores"]["score"], default=None)
+        return max(self.seed_runs, key=lambda entry: entry["scores"]["score"], default=None)
 
     def mean(self, score: SuiteScore) -> tuple[float, float]:
         """Returns mean and standard deviation (n - 1) over seeds; nan if there are too few."""
-        values = [entry["scores"][score.name] for entry in self.seeds]
+        values = [entry["scores"][score.name] for entry in self.seed_runs]
         mean = statistics.fmean(values) if values else math.nan
         return mean, statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 class Benchmark:
-    """Does the runs of a suite by `rules`, see `SuiteTask`.
+    """Trains the runs of a suite by `rules`, see `SuiteTask`.
 
     `tasks` are those of the suite with their files. `root` is the folder of all results, on this
     machine. `seeds` is the number of seeds for all tasks; None: as in the suite.
@@ -94,7 +94,7 @@ class Benchmark:
     ):
         self.suite, self.rules, self.root = suite, rules, root
         self._tasks, self._seeds, self._progress = tasks, seeds, progress
-        self.cells = [Cell(task.task) for task in tasks]
+        self.results = [TaskResult(task.task) for task in tasks]
         self._record = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -109,11 +109,12 @@ class Benchmark:
         raise InputError(f"{self.root}: holds another suite or other files; choose another --out")
 
     def run(self, base: str) -> session.Outcome:
-        """Does the missing runs from a base, or from the base of a run.
+        """Trains the missing runs, from `base` (or a run), or from the best run of another task.
 
-        The other tasks are done even if a run fails.
+        The other tasks are trained even if a run fails.
         """
-        starts: dict[str, Start] = {"": self._read_base(base)}  # by name of the task that made it
+        # By the name of the task whose best run is the start; "" is `base`.
+        starts: dict[str, Start] = {"": self._read_base(base)}
         outcomes = list[session.Outcome]()
         self._write()  # marks the folder as a suite's
         for number, task in enumerate(self._tasks):
@@ -122,12 +123,12 @@ class Benchmark:
                 starts[wanted] = made
             if wanted not in starts:  # all runs of that task have failed
                 continue
-            self.cells[number], outcome = self._run_task(task, starts[wanted])
+            self.results[number], outcome = self._run_task(task, starts[wanted])
             jax.clear_caches()
             if outcome == "stopped":
                 return outcome
             outcomes.append(outcome)
-            if best := self.cells[number].best:
+            if best := self.results[number].best:
                 self._predict(task, best)
         self._archive()
         return "failed" if "failed" in outcomes else "finished"
@@ -141,36 +142,40 @@ class Benchmark:
                 adaptation.require_usable(read.model, task.task.experiment, base)
         return Start(base, read.sha256)
 
-    def _run_task(self, task: CheckedTask, start: Start) -> tuple[Cell, session.Outcome]:
-        """Does the runs of a task; returns them, and how the worst of them ended."""
+    def _run_task(self, task: CheckedTask, start: Start) -> tuple[TaskResult, session.Outcome]:
+        """Trains the runs of a task; returns them, and the worst outcome.
+
+        The search has one run for each setting of the sweep, with the first seed; by the rules
+        `one` it is a single run. The runs with the best settings and all seeds follow.
+        """
         axes = [] if self.rules == "one" else task.task.sweep
         with prefix_errors(f"{task.task.name}: sweep"):
             searched, outcome = self._run_members(task, start, [*axes, "seed=1"])
         if outcome == "stopped" or not searched:
-            return Cell(task.task), outcome
-        search = max(searched, key=lambda entry: entry["scores"]["score"])
-        chosen = {name: value for name, value in search["settings"].items() if name != "seed"}
+            return TaskResult(task.task), outcome
+        best = max(searched, key=lambda entry: entry["scores"]["score"])
+        chosen = {name: value for name, value in best["settings"].items() if name != "seed"}
         count = self._seeds or task.task.seeds
         seeds = "seed=" + ",".join(str(seed) for seed in range(1, count + 1))
         fixed = [f"{name}={value}" for name, value in chosen.items()]
         runs, last = self._run_members(task, start, [*fixed, seeds])
         unique = {entry["folder"]: entry for entry in (*searched, *runs)}
         minutes = sum(entry["minutes"] for entry in unique.values())
-        return Cell(task.task, chosen, runs, minutes), outcome if last == "finished" else last
+        return TaskResult(task.task, chosen, runs, minutes), outcome if last == "finished" else last
 
     def _run_members(
         self, task: CheckedTask, start: Start, axes: Sequence[str]
     ) -> tuple[list[Entry], session.Outcome]:
-        """Does the missing runs of a sweep; returns those that finished, and how the worst ended.
+        """Trains the missing runs of a sweep; returns those that finished, and the worst outcome.
 
-        If one is stopped, those after it are not done.
+        If one is stopped, those after it are not started.
         """
         entries, worst = list[Entry](), "finished"
         members = list(sweep.products(axes))
         for number, (name, settings) in enumerate(members, 1):
             overrides = [f"{path}={value}" for path, value in settings.items()]
             experiment = config.override(task.task.experiment, overrides)
-            key = sha256([sha256(experiment), start.identity, task.examples])
+            key = sha256([sha256(experiment), start.key, task.examples_hash])
             if key not in self._record["runs"]:
                 title = f"{task.task.name}, {number} of {len(members)}: {name}"
                 self._progress.report(f"benchmark {self.suite.name}: {title}")
@@ -179,25 +184,25 @@ class Benchmark:
                 origin = config.origin_of(self.suite.name, overrides, located)
                 member = SweepRun(folder, settings, located, origin)
                 workdir = self.root / "runs" / folder
-                outcome, scored = sweep.run_member(member, start.path, workdir, self._progress)
+                outcome, evaluations = sweep.run_member(member, start.path, workdir, self._progress)
                 if outcome == "stopped":
                     return entries, outcome
                 if outcome == "failed":
                     worst = outcome
                     continue
-                self._keep(key, member, scored[-1])
+                self._keep(key, member, evaluations[-1])
             entries.append(self._record["runs"][key])
         return entries, worst
 
     def _keep(self, key: str, member: SweepRun, scores: dict[str, Any]) -> None:
         """Stores a finished run."""
         lines = JsonLines(Workdir(self.root / "runs" / member.folder).timings).read()
-        parts = times.account(lines)
+        seconds = times.account(lines)  # by what they were spent on; `away` is between two starts
         self._record["runs"][key] = {
             "folder": member.folder,
             "settings": member.settings,
             "scores": scores,
-            "minutes": (sum(parts.values()) - parts["away"]) / 60,
+            "minutes": (sum(seconds.values()) - seconds["away"]) / 60,
             "version": bert_jax.__version__,
         }
         self._write()
@@ -212,7 +217,7 @@ class Benchmark:
 
     def _make_start(self, name: str) -> Start | None:
         """Returns the best model of a task as a base, made if it is missing; None without a run."""
-        best = next(cell for cell in self.cells if cell.task.name == name).best
+        best = next(result for result in self.results if result.task.name == name).best
         if best is None:
             return None
         folder = self.root / "bases" / best["folder"]
@@ -232,16 +237,16 @@ class Benchmark:
         model = None
         for file in task.task.predictions:
             path, done = self.root / "predictions" / file.output, self._record["predictions"]
-            current = f"{best['folder']} {task.files[file.output]}"
-            if done.get(file.output) == current and path.exists():
+            made_from = f"{best['folder']} {task.prediction_hashes[file.output]}"
+            if done.get(file.output) == made_from and path.exists():
                 continue
-            self._progress.report(f"benchmark: predicts {file.source} with {best['folder']}")
+            self._progress.report(f"benchmark: predicting {file.source} with {best['folder']}")
             model = model or self._load(best)
             located = suite_files.locate(task.task.experiment, task.folder)
             rows = list(suite_files.read_file(file, located.task, task.folder))
             with create_folder(path.parent):
                 submission.write_predictions(model, file, rows, path)
-            done[file.output] = current
+            done[file.output] = made_from
             self._write()
 
     def _archive(self) -> None:

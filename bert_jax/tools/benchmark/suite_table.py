@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from bert_jax.storage.workdir import write_atomic
-from bert_jax.tools.benchmark.suite_runs import Benchmark, Cell
+from bert_jax.tools.benchmark.suite_runs import Benchmark, TaskResult
 from bert_jax.tools.report.figures import Figure, draw_dots
 from bert_jax.tools.report.render import PageTable, page
 
@@ -16,7 +16,10 @@ def write(benchmark: Benchmark) -> None:
     """Writes `table.txt`, `table.csv` and `table.html` into the folder of a suite."""
     root = benchmark.root
     write_atomic(root / "table.txt", "".join(f"{line}\n" for line in lines(benchmark)))
-    write_atomic(root / "table.csv", PageTable(_COLUMNS, list(_rows(benchmark, repr, ""))).csv())
+    write_atomic(
+        root / "table.csv",
+        PageTable(_COLUMNS, list(_rows(benchmark, lambda share: repr(100 * share), ""))).csv(),
+    )
     write_atomic(root / "table.html", _html(benchmark))
 
 
@@ -37,15 +40,16 @@ def _notes(benchmark: Benchmark) -> list[str]:
 
 
 def _rows(benchmark: Benchmark, text: Callable[[float], str], missing: str) -> Iterator[list[str]]:
-    """Yields a row for each score; `text` formats a share, and `missing` is a cell without one."""
-    for cell in benchmark.cells:
-        for number, score in enumerate(cell.task.scores):
-            best = [cell.best["scores"][score.name]] if cell.best else [math.nan]
-            values = (missing if math.isnan(x) else text(x) for x in (*cell.mean(score), *best))
-            minutes = f"{cell.minutes:.1f}" if cell.seeds and not number else ""
-            name = score.title or cell.task.name
+    """Yields a row for each score; `text` formats a value, `missing` stands where there is none."""
+    for result in benchmark.results:
+        for number, score in enumerate(result.task.scores):
+            best = [result.best["scores"][score.name]] if result.best else [math.nan]
+            values = (missing if math.isnan(x) else text(x) for x in (*result.mean(score), *best))
+            # The first row of a task has the minutes of all its runs.
+            minutes = f"{result.minutes:.1f}" if result.seed_runs and not number else ""
+            name = score.title or result.task.name
             yield [
-                *(name, score.name.partition("/")[0], str(len(cell.seeds)), *values, minutes),
+                *(name, score.name.partition("/")[0], str(len(result.seed_runs)), *values, minutes),
                 *(score.dev or missing, score.test or missing),
             ]
 
@@ -60,23 +64,23 @@ def _html(benchmark: Benchmark) -> str:
         table=_table(benchmark),
         notes=_notes(benchmark),
         details="Chosen settings, and the best run of each task",
-        rows=[_detail(cell) for cell in benchmark.cells],
-        learning=[("", figures)] if any(cell.seeds for cell in benchmark.cells) else [],
+        rows=[_detail(result) for result in benchmark.results],
+        learning=[("", figures)] if any(result.seed_runs for result in benchmark.results) else [],
     )
 
 
-def _detail(cell: Cell) -> dict[str, object]:
-    chosen = [f"{name}: {value}" for name, value in cell.settings.items()]
-    origin = [f"{cell.best['folder']}, bert-jax {cell.best['version']}"] if cell.best else []
-    return {"name": cell.task.name, "lines": chosen, "origin": origin}
+def _detail(result: TaskResult) -> dict[str, object]:
+    chosen = [f"{name}: {value}" for name, value in result.settings.items()]
+    origin = [f"{result.best['folder']}, bert-jax {result.best['version']}"] if result.best else []
+    return {"name": result.task.name, "lines": chosen, "origin": origin}
 
 
 def _dots(benchmark: Benchmark) -> str:
     names, means, bars = [], [], []
-    for cell in benchmark.cells:
-        for score in cell.task.scores if cell.seeds else ():
-            mean, deviation = cell.mean(score)
-            names.append(f"{score.title or cell.task.name}, {score.name.partition('/')[0]}")
+    for result in benchmark.results:
+        for score in result.task.scores if result.seed_runs else ():
+            mean, deviation = result.mean(score)
+            names.append(f"{score.title or result.task.name}, {score.name.partition('/')[0]}")
             means.append(mean)
             bars.append(0.0 if math.isnan(deviation) else deviation)
     return draw_dots(names, means, bars, "dots")

@@ -45,7 +45,7 @@ def test_the_whole_suite_is_checked_before_anything_is_run(data):
     assert [task.task.name for task in checked] == [task.name for task in GLUE.tasks]
     suite_data.glue(data / "elsewhere")
     moved = suite_files.check_suite(GLUE, str(data / "elsewhere"), [])
-    assert [task.examples for task in moved] == [task.examples for task in checked]
+    assert [task.examples_hash for task in moved] == [task.examples_hash for task in checked]
 
 
 @pytest.mark.parametrize("scheme", suite_data.CONLL)
