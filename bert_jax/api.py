@@ -25,7 +25,7 @@ from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError, require_choice
 from bert_jax.interop import exporting, huggingface, importing
 from bert_jax.pretraining.evaluators import score_held_out
-from bert_jax.pretraining.loaded_model import Floats, LoadedModel, Texts, list_examples, list_texts
+from bert_jax.pretraining.loaded_model import Floats, LoadedModel, Texts, list_inputs, list_texts
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.process import logger
@@ -178,7 +178,7 @@ def predict(
     if isinstance(loaded, FinetunedModel):
         return loaded.predict(texts)
     answers = []
-    for position, example in enumerate(list_examples(texts)):
+    for position, example in enumerate(list_inputs(texts)):
         parts = list_texts(example, f"texts[{position}]")
         if not 1 <= len(parts) <= 2:
             raise InputError(f"texts[{position}]: has {len(parts)} texts; give one or two")

@@ -97,7 +97,7 @@ def test_a_run_knows_its_corpus(folder):
     """By the hash of the whole manifest, the dates of the text included."""
     assert said("evaluate --workdir run")
     manifest = corpus.open_manifest(epath.Path("run/corpus"))
-    found, before = corpus.identities(manifest)
+    found, before = corpus.manifest_hashes(manifest)
     assert found != before == hash_json(manifest)
 
 

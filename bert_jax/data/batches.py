@@ -183,7 +183,7 @@ class TrainBatches:
         epochs = [self._plan_number(epoch) for epoch in range(first, last + 1)]
         if any(self.plans.find_or_begin(epoch) is None for epoch in epochs):
             return False  # a plan is being made; those of later epochs begin when it is made
-        self.plans.begin(self._plan_number(last + 1))
+        self.plans.prefetch(self._plan_number(last + 1))
         # The epoch before is kept, since rows before those of a prefetched step are still made.
         self.plans.keep({self._plan_number(epoch) for epoch in range(first - 1, last + 2)})
         return True

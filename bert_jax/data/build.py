@@ -301,11 +301,11 @@ class CorpusBuilder:
         self, written: Sequence[Result], vocab_size: int
     ) -> dict[str, dict[str, int]]:
         """Assembles the dataset from the written shards; returns the counts of each split."""
-        counts = {split: dict.fromkeys(dataset.COUNTED, 0) for split in SPLITS}
+        counts = {split: dict.fromkeys(dataset.COUNT_NAMES, 0) for split in SPLITS}
         shards = {split: list[tuple[pathlib.Path, dict[str, int]]]() for split in SPLITS}
         for item, record in written:
             for split, counted in record.items():
-                for name in dataset.COUNTED:
+                for name in dataset.COUNT_NAMES:
                     counts[split][name] += counted[name]
                 shards[split].append((local_file(item, split, self._scratch), counted))
         for split in SPLITS:

@@ -1,11 +1,11 @@
-"""`prepare`: documents to a TFDS dataset of ids, made once and recognised afterwards.
+"""Implements `prepare`: makes a tokenized TFDS dataset once; later calls check and reuse it.
 
     corpus/manifest.json    inputs (sources with hashes), outputs (counts, files with hashes),
                             versions
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       the numbers of rows of first plans (see data.plans)
+    corpus/plans.json       the number of rows of each first epoch (see data.plans)
     corpus/parts/           finished parts, until the corpus is complete (see data.parts)
     corpus/COMPLETE         written last
 
@@ -44,22 +44,22 @@ from bert_jax.text import sources as text_sources
 from bert_jax.text import tokenizer
 
 FORMAT_VERSION = 3
-COUNTS = "plans.json"
+COUNTS_FILE = "plans.json"
 
-# Bad input deletes the finished parts if they are fewer: a small text has two, one read and one
-# written, and more parts have cost much work.
-_LONG_WORK = 3
+# After an InputError at least so many finished parts are kept. A small text has two, one of each
+# stage, and is quickly made again.
+_MIN_KEPT_PARTS = 3
 
 # A file of at most this many bytes is read in full at every opening: some hundredths of a second.
 _SMALL = 1 << 25
-# Seconds for which a bucket may be out of reach when its text is only compared.
-_SECONDS = 10.0
+# How long a bucket is retried when its text is only compared with a manifest.
+_COMPARE_SECONDS = 10.0
 # The field by which users choose the folder.
-_SETTING = "run.corpus_dir"
+_FOLDER_FIELD = "run.corpus_dir"
 
 
 class Changed(InputError):
-    """The text or the tokenizer of a corpus has changed since, while its settings are the same."""
+    """The text or the tokenizer has changed since it was prepared, under the same settings."""
 
 
 def prepare(
@@ -81,23 +81,23 @@ def prepare(
     Raises:
       Unavailable: a bucket or a worker failed; run again to resume.
     """
-    run = build.StageRunner(workers, beam)
+    runner = build.StageRunner(workers, beam)
     if (storage := storage_of(folder)).is_bucket:
-        return _prepare_in_bucket(corpus, vocab_size, folder, run, report)
+        return _prepare_in_bucket(corpus, vocab_size, folder, runner, report)
     with translate_os_errors(folder):
         _reject_other_files(folder, storage.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
             return _reuse(corpus, vocab_size, folder, report)
-        with lock(folder, setting=_SETTING):
+        with lock(folder, setting=_FOLDER_FIELD):
             if is_complete(folder):  # completed while this process waited for the lock
                 return _reuse(corpus, vocab_size, folder, report)
             _remove_leftovers(folder)
             try:
-                return _build(corpus, vocab_size, folder, run, report)
+                return _build(corpus, vocab_size, folder, runner, report)
             except BaseException as error:
                 if not is_complete(folder):
-                    least = _LONG_WORK if isinstance(error, InputError) else 1
-                    _remove_leftovers(folder, least)
+                    min_parts = _MIN_KEPT_PARTS if isinstance(error, InputError) else 1
+                    _remove_leftovers(folder, min_parts)
                 raise
 
 
@@ -105,18 +105,18 @@ def verify(folder: epath.Path) -> None:
     """Reads all files of a corpus; for a corpus in a bucket, the files of this host's copy."""
     folder = local_corpus(folder)
     manifest = open_manifest(folder)
-    # A copy has no dataset.
-    for prefix in ("tokenizer/", "stream/", *["dataset/"] * (folder / "dataset").exists()):
-        _require_intact(folder, manifest["files"], prefix, "full")
+    for prefix in ("tokenizer/", "stream/", "dataset/"):
+        if prefix != "dataset/" or (folder / "dataset").exists():  # a bucket's copy has none
+            _require_intact(folder, manifest["files"], prefix, "full")
 
 
 def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path:
     """Returns a readable corpus folder: the folder itself, or this host's copy of a bucket's.
 
-    Copies missing and damaged files of a copy again; other processes of this host wait.
+    Downloads missing and damaged files of the copy; other processes of this host wait.
 
     Raises:
-      Unavailable: the bucket is out of reach, or the disk full; files already copied stay.
+      Unavailable: the bucket is out of reach, or the disk full; downloaded files stay.
     """
     if not storage_of(folder).is_bucket:
         return folder
@@ -129,17 +129,17 @@ def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path
             copy.mkdir(parents=True)
             write_atomic(path, text)
         files = {n: entry for n, entry in listed.items() if not n.startswith("dataset/")}
-        damaged = [n for n, entry in files.items() if _damage(copy / n, entry, "cheap")]
+        to_download = [n for n, entry in files.items() if _damage(copy / n, entry, "cheap")]
         copies.download_all(
             folder,
             copy,
-            damaged,
+            to_download,
             lambda name, file: _damage(file, listed[name], "full"),
             "put the whole object back, or remove the corpus to prepare it again",
             report,
         )
-        with contextlib.suppress(Unavailable):  # otherwise this host counts rows itself
-            plans.add_counts(copy / COUNTS, plans.read_counts(folder / COUNTS))
+        with contextlib.suppress(Unavailable):  # without them this host counts rows itself
+            plans.add_counts(copy / COUNTS_FILE, plans.read_counts(folder / COUNTS_FILE))
         mark_complete(copy)
         return copy
 
@@ -149,7 +149,7 @@ def _reuse(corpus: Corpus, vocab_size: int, folder: epath.Path, report: Report) 
     manifest = open_manifest(folder)
     _require_same(manifest, corpus, vocab_size, folder, report)
     if not storage_of(folder).is_bucket:
-        shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # a kill after COMPLETE leaves it
+        shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # left by a kill after COMPLETE
     return manifest
 
 
@@ -165,7 +165,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         content,
         path,
         FORMAT_VERSION,
-        f"use the bert-jax that wrote it; for new runs choose another {_SETTING}, or remove "
+        f"use the bert-jax that wrote it; for new runs choose another {_FOLDER_FIELD}, or remove "
         f"{folder} to prepare it again",
         "put the whole file back",
         checksum="required",
@@ -176,10 +176,10 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
     return manifest
 
 
-def identities(manifest: dict[str, Any]) -> tuple[str, str]:
-    """Returns the hash of a manifest without the dates of the text, which identifies the corpus.
+def manifest_hashes(manifest: dict[str, Any]) -> tuple[str, str]:
+    """Returns two hashes of a manifest: without the dates of the text files, and of all.
 
-    The second value is the hash of the whole manifest, which earlier checkpoints hold.
+    The first identifies the corpus. Checkpoints of earlier versions hold the second.
     """
     sources = [{k: v for k, v in row.items() if k != "mtime_ns"} for row in manifest["sources"]]
     undated = {**manifest, "sources": sources, "checksum": None}
@@ -190,11 +190,12 @@ def identities(manifest: dict[str, Any]) -> tuple[str, str]:
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
     """Returns the tokenizer that the corpus was made with."""
-    # Checked before loading, which would blame the vocabulary's author for the damage.
+    # Checked first: for a damaged file, `load` would report a malformed vocabulary.
     _require_intact(folder, manifest["files"], "tokenizer/", "cheap")
-    loaded = tokenizer.load(folder / "tokenizer")
+    path = folder / "tokenizer"
+    loaded = tokenizer.load(path)
     if loaded.sha256 != manifest["tokenizer"].get("sha256"):
-        raise InputError(f"{folder / 'tokenizer'}: {_remedy(folder, 'tokenizer')}")
+        raise InputError(f"{path}: not the corpus's own tokenizer; {_remedy(folder, path.name)}")
     return loaded
 
 
@@ -203,11 +204,11 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     manifest, target = open_manifest(folder), folder / "stream" / split
     depth = "cheap"
     if not is_complete(target):
-        with lock(folder, setting=_SETTING):
+        with lock(folder, setting=_FOLDER_FIELD):
             if not is_complete(target):
                 for path in (target.parent, target):
                     if os.path.islink(path):  # `stream.write` would delete the link's target
-                        raise InputError(f"{path}: is a link; remove it, and it is made again")
+                        raise InputError(f"{path}: is a link; remove it, and run again")
                 depth = "full"
                 _require_intact(folder, manifest["files"], "dataset/", depth)
                 vocab_size = manifest["settings"]["vocab_size"]
@@ -218,21 +219,22 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
 
 def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     """Raises InputError if a split of a corpus gives no row for a phase of the experiment."""
+    # Rows are planned only for the errors of planning.
     data, key, folder = experiment.data, (0, 0), local_corpus(folder)
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
     if data.units != "sentences":
-        pairs.sample(validation, length, data.short_seq_prob, key, 1, data.units)
+        pairs.sample(validation, length, data.short_seq_prob, key, max_pairs=1, kind=data.units)
     else:
-        sentences.plan(validation, length, key, 1)
+        sentences.plan(validation, length, key, most_rows=1)
     train, manifest = open_stream(folder, "train"), open_manifest(folder)
-    parts = mixture.split_sources(manifest, train) if experiment.corpus.mixture else []
+    source_streams = mixture.split_sources(manifest, train) if experiment.corpus.mixture else []
     for number, phase in enumerate(experiment.phases):
         units, length = experiment.data_of(number).units, phase.sequence_length
-        for name, part in zip(experiment.corpus.sources, parts, strict=False):
-            mixture.require_row(name, part, length, units)
-        if units == "sentences" and not parts:
-            sentences.plan(train, length, key, 1)
-        elif not parts:
+        for name, source_stream in zip(experiment.corpus.sources, source_streams, strict=False):
+            mixture.require_row(name, source_stream, length, units)
+        if units == "sentences" and not source_streams:
+            sentences.plan(train, length, key, most_rows=1)
+        elif not source_streams:  # length 0: a pair need not fill its row
             mixture.require_row("the text", train, 0, units)
 
 
@@ -241,9 +243,9 @@ def _require_intact(
 ) -> None:
     """Raises InputError for a missing or damaged file whose path begins with `prefix`.
 
-    The size of a large file is checked at every opening. Its content is checked once it is made or
-    copied, and by `prepare --verify`, at about a gigabyte a second. The content of smaller files is
-    checked at every opening.
+    The size of a large file is checked at every opening; its content after it was made or copied,
+    and by `prepare --verify`, at about a gigabyte a second. The content of smaller files is checked
+    at every opening.
     """
     for name, entry in files.items():
         if name.startswith(prefix) and (damage := _damage(folder / name, entry, depth)):
@@ -268,33 +270,28 @@ def _remedy(folder: epath.Path, name: str) -> str:
     if copies.is_copy(folder):
         return f"remove {folder} and run again to copy it again"
     return {
-        "tokenizer": "not the tokenizer this corpus was made with; put that one back, or remove "
-        f"{folder} to prepare it again",
+        "tokenizer": f"put its own tokenizer back, or remove {folder} to prepare it again",
         "dataset": f"put the whole file back, or remove {folder} to prepare it again",
         "stream": f"remove {folder / 'stream'} and run again to make it again from the dataset",
     }[name.partition("/")[0]]
 
 
 def _require_same(
-    manifest: dict[str, Any],
-    corpus: Corpus,
-    vocab_size: int,
-    folder: epath.Path,
-    report: Report,
+    manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, report: Report
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
-    remedy = f"choose another {_SETTING}, or remove {folder} to prepare it again"
+    remedy = f"choose another {_FOLDER_FIELD}, or remove {folder} to prepare it again"
     settings = build.settings_of(corpus)
     # Settings that are missing in the manifest have their default.
     earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
-    is_moved = earlier["sources"] != settings["sources"] and _has_same_text(manifest, corpus)
+    has_moved_text = earlier["sources"] != settings["sources"] and _has_same_text(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():
         old = earlier.get(name)
         if name == "mixture" and (old or not value):
-            continue  # weights do not matter: the manifest has each source's documents
-        if old != value and not (name == "sources" and is_moved):
+            continue  # weights may change: a corpus made with any has documents_of_sources
+        if old != value and not (name == "sources" and has_moved_text):
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {remedy}")
-    # A corpus may be moved to a machine that has neither its text nor its vocabulary file.
+    # A corpus may be used on a machine that has neither its text nor its vocabulary file.
     given = corpus.tokenizer
     if given != "train" and not epath.Path(given).exists():
         report(f"corpus: used as prepared; there is no {given} to compare with")
@@ -302,27 +299,27 @@ def _require_same(
         tokenizer.load(given, corpus.case).sha256 != manifest["tokenizer"].get("sha256")
     ):
         raise Changed(f"{folder}: {given} has changed since; {remedy}")
-    if is_moved:
+    if has_moved_text:
         return
     try:
-        sources = text_sources.fingerprint(corpus, _SECONDS)
-        skipped = text_sources.describe_unread(corpus, _SECONDS)
+        sources = text_sources.fingerprint(corpus, _COMPARE_SECONDS)
+        unread = text_sources.describe_unread(corpus, _COMPARE_SECONDS)
     except (InputError, Unavailable) as error:
         report(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
     old_files = {row["file"]: row for row in manifest["sources"]}
-    new_files = {source_name(row["file"]): row for row in sources}
+    new_files = {source_name(row["file"]): row for row in sources}  # named as in a manifest
     for file in sorted(old_files.keys() | new_files.keys()):
         if not _is_same_file(old_files.get(file), new_files.get(file)):
             change = "is new" if file not in old_files else "is gone"
             change = "has changed" if file in old_files.keys() & new_files.keys() else change
             raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {remedy}")
-    for line in skipped:
+    for line in unread:
         report(f"corpus: {printable(line)}")
 
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
-    """Returns whether a corpus was made of the same files as the sources have, at any path."""
+    """Returns whether a corpus was made from files like those of the sources, at any path."""
     is_there = storage_of(folder).exists(folder / COMPLETE)
     return is_there and _has_same_text(open_manifest(folder), corpus)
 
@@ -332,7 +329,7 @@ def _has_same_text(manifest: dict[str, Any], corpus: Corpus) -> bool:
     if kinds != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
         return False
     try:
-        new = text_sources.fingerprint(corpus, _SECONDS)
+        new = text_sources.fingerprint(corpus, _COMPARE_SECONDS)
     except (InputError, Unavailable):
         return False
     return len(old) == len(new) and all(map(_is_same_file, old, new))
@@ -348,37 +345,37 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
 
 
 # Names that `prepare` writes, or that earlier versions wrote.
-_WRITTEN = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, build.PARTS, "lock"}
+_WRITTEN = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS_FILE, build.PARTS, "lock"}
 _WRITTEN |= {COMPLETE, "croissant.json"}
 
 
 def _is_from_prepare(name: str) -> bool:
-    """Returns whether `prepare` makes files of this name; a kill leaves `.NAME.PID.tmp`."""
+    """Returns whether `prepare` writes this name, or its temporary file `.NAME.PID.tmp`."""
     return name in _WRITTEN or (
         name[0] == "." and name.split(".")[1] in ("manifest", "plans", COMPLETE)
     )
 
 
 def _reject_other_files(folder: epath.Path, names: set[str]) -> None:
-    """Raises InputError if the folder holds something that `prepare` did not make.
+    """Raises InputError if a folder without COMPLETE holds something that `prepare` did not make.
 
-    Every `prepare` leaves its lock, so without one even a `dataset` is somebody else's.
+    Every `prepare` leaves its lock; without it, even a folder `dataset` is somebody else's.
     """
-    was_prepared = bool(names & {"lock", COMPLETE})
-    strange = {name for name in names if not (was_prepared and _is_from_prepare(name))}
-    if strange and COMPLETE not in names:
+    if COMPLETE in names:
+        return
+    if strange := {name for name in names if "lock" not in names or not _is_from_prepare(name)}:
         raise InputError(
             f"{folder}: holds {min(strange)}, which `prepare` did not make; move it away"
         )
 
 
-def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
-    """Removes the files of a failed `prepare`; keeps finished parts if there are `least`."""
+def _remove_leftovers(folder: epath.Path, min_parts: int = 1) -> None:
+    """Removes the files of a failed `prepare`, but not `min_parts` finished parts or more."""
     parts, kept = folder / build.PARTS, {"lock"}
     if parts.exists():
         for path in parts.glob(".*"):
             path.rmtree()
-        if len(list(parts.iterdir())) >= least:
+        if len(list(parts.iterdir())) >= min_parts:
             kept.add(parts.name)
     for path in folder.iterdir():
         if path.name not in kept and _is_from_prepare(path.name):
@@ -386,20 +383,18 @@ def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
 
 
 def _build(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.StageRunner, report: Report
+    corpus: Corpus, vocab_size: int, folder: epath.Path, runner: build.StageRunner, report: Report
 ) -> dict[str, Any]:
-    content = build.CorpusBuilder(corpus, vocab_size, folder, run, report).build()
+    content = build.CorpusBuilder(corpus, vocab_size, folder, runner, report).build()
     manifest = with_checksum({"format_version": FORMAT_VERSION, **content})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
     for split, counts in manifest["splits"].items():
         share = counts["unknown_tokens"] / counts["tokens"]
-        numbers = ", ".join(
-            f"{counts[name]} {name}" for name in ("documents", "sentences", "tokens")
-        )
+        numbers = ", ".join(f"{counts[n]} {n}" for n in ("documents", "sentences", "tokens"))
         report(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
-        if share > tokenizer.MAX_UNKNOWN_SHARE and not corpus.unknown_word:
+        if share > tokenizer.MAX_UNKNOWN_SHARE and not corpus.unknown_word:  # <unk> in the text
             report(
                 f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
                 "is made for other text or another script, or too small for its letters (`bert-jax "
@@ -409,14 +404,14 @@ def _build(
 
 
 def _prepare_in_bucket(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.StageRunner, report: Report
+    corpus: Corpus, vocab_size: int, folder: epath.Path, runner: build.StageRunner, report: Report
 ) -> dict[str, Any]:
     """Makes a bucket's corpus on this machine and sends it; or checks one that exists.
 
     After an interruption, finished and sent files are neither made nor sent again.
     """
     storage = storage_of(folder)
-    if mirror.OWNER not in (names := storage.names(folder)):
+    if mirror.OWNER not in (names := storage.names(folder)):  # not sent by an earlier `prepare`
         _reject_other_files(folder, names)
     if COMPLETE in names:
         return _reuse(corpus, vocab_size, folder, report)
@@ -427,18 +422,18 @@ def _prepare_in_bucket(
         local = copy.parent / f"{copy.name}.made"
         if is_complete(local):  # left by a `prepare` that ended while sending
             try:
-                manifest = _reuse(corpus, vocab_size, local, report)
-                _require_intact(local, manifest["files"], "", "full")
+                files = _reuse(corpus, vocab_size, local, report)["files"]
+                _require_intact(local, files, "", "full")
             except InputError:
                 local.rmtree()
-        manifest = prepare(corpus, vocab_size, local, report, run.workers, run.beam)
+        manifest = prepare(corpus, vocab_size, local, report, runner.workers, runner.beam)
         report(f"prepare: sending the corpus to {folder}")
         storage.write(folder / mirror.OWNER, Holder.this_process().text())
         copies.upload_all(local, folder, manifest["files"], report)
         buckets.remove(
             folder / name  # left by another `prepare` that failed
             for name in buckets.list_objects(folder)
-            if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
+            if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS_FILE)
             and name not in manifest["files"]
         )
         storage.write(folder / "manifest.json", (local / "manifest.json").read_text())

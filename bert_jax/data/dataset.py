@@ -1,7 +1,7 @@
-"""The tokenized documents as a TFDS dataset: one example a document, in ArrayRecord files.
+"""The tokenized documents as a TFDS dataset in ArrayRecord files, one record per document.
 
-Written without TFDS's own writer, which shuffles, and holds a split in memory. TFDS reads it as any
-other: `tfds.builder_from_directory(FOLDER).as_data_source("train")`.
+TFDS's own writer is not used: it shuffles, and holds a split in memory. TFDS reads the dataset as
+any other: `tfds.builder_from_directory(FOLDER).as_data_source("train")`.
 """
 
 import os
@@ -16,11 +16,11 @@ from etils import epath
 SPLITS = ("train", "validation")
 
 _NAME, _VERSION = "bert_corpus", "1.0.0"
-# Numbers encoded at once.
-_MANY = 1 << 18
+# Numbers that `_varints` encodes at once.
+_VARINT_BLOCK = 1 << 18
 
-# The counts of a split.
-COUNTED = ("documents", "sentences", "tokens", "unknown_tokens")
+# Names of the counts that a manifest has for each split.
+COUNT_NAMES = ("documents", "sentences", "tokens", "unknown_tokens")
 
 
 def folder_of(corpus: epath.Path) -> epath.Path:
@@ -33,14 +33,14 @@ class ShardWriter:
 
     def __init__(self, path: pathlib.Path, unk_id: int):
         # Counts of the documents so far; `num_bytes` is the size of their records.
-        self.counts = dict.fromkeys((*COUNTED, "num_bytes"), 0)
+        self.counts = dict.fromkeys((*COUNT_NAMES, "num_bytes"), 0)
         self._unk_id = unk_id
         # Groups of 1 give random access to each document, as in TFDS.
         self._writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
 
     def add(self, ids: np.ndarray, sentence_lengths: np.ndarray) -> None:
-        """Writes a document: its ids, and the number of ids of each sentence, all above 0."""
-        record = example(ids, sentence_lengths)
+        """Writes a document: its ids, and the number of ids in each sentence, at least 1."""
+        record = serialize_document(ids, sentence_lengths)
         self._writer.write(record)
         unknown = int(np.count_nonzero(ids == self._unk_id))
         counts = 1, len(sentence_lengths), len(ids), unknown, len(record)
@@ -52,14 +52,14 @@ class ShardWriter:
         self._writer.close()
 
 
-def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
+def serialize_document(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
     """Returns a document as a serialized tf.train.Example; equal documents give equal bytes."""
-    # Not by protobuf's library, which needs 20 bytes of memory for a number.
-    features = (
-        _field(1, _field(1, name) + _field(2, _field(3, _field(1, _varints(values)))))
-        for name, values in ((b"ids", ids), (b"sentence_lengths", sentence_lengths))
-    )
-    return _field(1, b"".join(features))
+    # Encoded here, since protobuf's library needs 20 bytes of memory for a number.
+    entries = b""
+    for name, values in ((b"ids", ids), (b"sentence_lengths", sentence_lengths)):
+        feature = _field(3, _field(1, _varints(values)))  # with an Int64List
+        entries += _field(1, _field(1, name) + _field(2, feature))  # of a map: key and value
+    return _field(1, entries)
 
 
 def _field(number: int, value: bytes) -> bytes:
@@ -70,10 +70,12 @@ def _field(number: int, value: bytes) -> bytes:
 def _varints(values: np.ndarray) -> bytes:
     """Returns numbers below 2^35 as protobuf encodes them: 7 bits a byte, lowest bits first."""
     chunks = []
-    for start in range(0, len(values), _MANY):
-        shifted = values[start : start + _MANY, None].astype(np.int64) >> np.arange(0, 35, 7)
-        encoded = (shifted & 127 | (shifted > 127) << 7).astype(np.uint8)
-        chunks.append(encoded[(shifted > 0) | (np.arange(5) == 0)].tobytes())
+    for start in range(0, len(values), _VARINT_BLOCK):
+        block = values[start : start + _VARINT_BLOCK, None].astype(np.int64)
+        shifted = block >> np.arange(0, 35, 7)
+        encoded = ((shifted & 127) | ((shifted > 127) << 7)).astype(np.uint8)  # 128: more follows
+        is_used = (shifted > 0) | (np.arange(5) == 0)  # 0 takes one byte
+        chunks.append(encoded[is_used].tobytes())
     return b"".join(chunks)
 
 
@@ -82,7 +84,7 @@ def assemble(
     shards: Mapping[str, Sequence[tuple[pathlib.Path, dict[str, int]]]],
     id_dtype: str,
 ) -> None:
-    """Makes a dataset from finished files, which it links, and TFDS's metadata.
+    """Makes a dataset folder: links finished files into it, and writes TFDS's metadata.
 
     `shards` lists the files of each split, in order, with the counts of `ShardWriter`; `id_dtype`
     is uint16 or uint32.

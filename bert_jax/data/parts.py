@@ -85,7 +85,7 @@ class Part:
             if path in buckets.local_copies.get():  # the copy was verified
                 continue
             with contextlib.suppress(InputError):
-                if text_sources.state(path) == {"bytes": size, "mtime_ns": date}:
+                if text_sources.stat(path) == {"bytes": size, "mtime_ns": date}:
                     continue
             raise InputError(
                 f"corpus.sources: {path}: changed while it was read; stop whatever writes it and "
@@ -99,7 +99,7 @@ def plan(corpus: Corpus) -> list[Part]:
     sizes: list[int] = []
     for source in corpus.split_by_source():
         for extent in documents.extents(source, PART_BYTES):
-            is_compressed = extent.kind == "tfds" or line_reader.compression(extent.path) != ""
+            is_compressed = extent.kind == "tfds" or line_reader.codec_ending(extent.path) != ""
             size = extent.bytes * (_COMPRESSION if is_compressed else 1)
             if not parts or sizes[-1] + size > PART_BYTES:
                 parts.append([])
@@ -109,7 +109,7 @@ def plan(corpus: Corpus) -> list[Part]:
 
     @functools.cache
     def read_state(path: str, entry: buckets.ObjectEntry | None) -> tuple[str, int, int]:
-        state = text_sources.state(path, entry=entry)
+        state = text_sources.stat(path, entry=entry)
         return path, state["bytes"], state["mtime_ns"]
 
     def find_files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:
@@ -407,7 +407,7 @@ def _read_with_ticks(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Doc
     The text of a compressed file has an unknown length, so `tick` receives bytes of the file,
     counted as `plan` counts them.
     """
-    is_compressed = line_reader.compression(extent.path) != ""
+    is_compressed = line_reader.codec_ending(extent.path) != ""
     position = reported = 0
 
     def on_read(new_position: int) -> None:

@@ -2,12 +2,12 @@
 
 A plan is made once per host and memory-mapped by all processes there. A plan of a small split takes
 a tenth of a second and is made in memory by the process that needs it. Plans of a large split are
-files in the cache of this host. A worker process makes such a file ahead of the epoch, so that
-planning neither holds the interpreter's lock nor delays the end of a run.
+files in the cache of this host. A worker process makes such a file before the epoch begins, so that
+planning does not hold the interpreter's lock of the training process, which may end at any time.
 
-    CACHE/plans/NAME.plan   a chunk for each row (see `data.pairs`) in the random order of the
-                            epoch, an array as `np.save` writes it; NAME is a hash of everything
-                            that determines it
+    CACHE/plans/NAME.plan   the rows in the random order of the epoch, `pairs.chunk_dtype` [rows]
+                            as `np.save` writes it: a chunk tells which sentences form a row; NAME
+                            is a hash of everything that determines the plan
     CACHE/plans/NAME.lock   held by the process whose worker makes the plan
 
 A truncated file is removed and made again.
@@ -26,9 +26,9 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 from etils import epath
 
-from bert_jax.data import draws, pairs, sentences
+from bert_jax.data import draws, pairs, sentences, workers
 from bert_jax.data.stream import Stream
-from bert_jax.data.workers import Worker, WorkerDied, wait
+from bert_jax.data.workers import Worker, WorkerDied
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
@@ -40,9 +40,10 @@ from bert_jax.storage.workdir import (
     with_checksum,
 )
 
+# What a row consists of: a pair with a random or a swapped B, or packed sentences.
 Units = Literal["pairs", "swapped_pairs", "sentences"]
 
-# Versions of the file of counts, and of plans: of how they are drawn and of their files.
+# Versions of the format of row counts, and of plans: of their random draws and their format.
 COUNTS_VERSION, PLAN_VERSION = 2, 4
 
 # Number of plans that a host keeps, the most recently used: enough for three runs.
@@ -57,20 +58,20 @@ _IN_MEMORY = 1 << 20
 _MOST_DEATHS = 3
 # Seconds between two checks for a plan.
 _POLL_SECONDS = 0.02
-# Seconds of retries at a bucket, before a run does without its counts.
+# How long a bucket is retried, before a run does without its row counts.
 _BUCKET_SECONDS = 10.0
 
 
 class PlanSpec(NamedTuple):
     """Everything that determines the plans of a phase, except the token stream."""
 
-    key_parts: tuple[object, ...]  # (seed, split, phase); with the epoch the random key of a plan
-    sequence_length: int  # of a row, specials included
+    key_parts: tuple[object, ...]  # (seed, split, phase); they and the epoch give a random key
+    sequence_length: int  # of a row, with [CLS] and [SEP]
     short_seq_prob: float  # share of documents cut into shorter pairs
     units: Units = "pairs"
 
     def make(self, stream: Stream, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the chunks in the order of documents, and their random order in the epoch."""
+        """Returns the chunks in the order of documents, and the permutation of an epoch."""
         key, length = draws.key_of(*self.key_parts, epoch), self.sequence_length
         if self.units == "sentences":
             chunks = sentences.plan(stream, length, key)
@@ -154,11 +155,11 @@ class Plans:
 
     stream: Stream  # token stream of the split
     spec: PlanSpec
-    # Hash of the corpus, for the names of plans; "": the stream is in memory, and so are its plans.
-    corpus: str = ""
-    counts: epath.Path | None = None  # file with the numbers of rows of plans of first epochs
+    # For the names of plans; "": the stream is in memory, and so are its plans.
+    corpus_sha256: str = ""
+    counts_path: epath.Path | None = None  # the file that `read_counts` reads
     # The same file in the corpus's bucket; only in the one process that sends counts.
-    counts_in_bucket: epath.Path | None = None
+    bucket_counts_path: epath.Path | None = None
 
     def __post_init__(self) -> None:
         self._plans: dict[int, np.ndarray] = {}
@@ -169,8 +170,8 @@ class Plans:
         self._row_count: int | None = None
 
     def __reduce__(self) -> Any:
-        # Processes that make batches do not send counts: `counts_in_bucket` is None.
-        return Plans, (self.stream, self.spec, self.corpus, self.counts)
+        # Processes that make batches do not send counts: `bucket_counts_path` is None.
+        return Plans, (self.stream, self.spec, self.corpus_sha256, self.counts_path)
 
     def find_or_begin(self, epoch: int) -> np.ndarray | None:
         """Returns the chunks of an epoch in its order, `pairs.chunk_dtype` [rows].
@@ -202,7 +203,7 @@ class Plans:
         if self._closed.wait(_POLL_SECONDS):
             raise RuntimeError("the plans were closed")
 
-    def begin(self, epoch: int) -> None:
+    def prefetch(self, epoch: int) -> None:
         """Starts to plan a later epoch, if the plan takes long."""
         if not self._is_small:
             self.find_or_begin(epoch)
@@ -214,19 +215,19 @@ class Plans:
                 del self._plans[epoch]
 
     def count_rows(self) -> int | None:
-        """Returns the number of rows of the first plan; None while it is being made."""
+        """Returns the number of rows of the first epoch; None while its plan is being made."""
         if self._row_count is None:
             name = self._count_key
-            rows = None if self.counts is None else read_counts(self.counts).get(name)
+            rows = None if self.counts_path is None else read_counts(self.counts_path).get(name)
             if rows is None:
                 plan = self.find_or_begin(0)
                 if plan is None:
                     return None
                 rows = len(plan)
-                if self.counts is not None:
-                    add_counts(self.counts, {name: rows})
-            if self.counts_in_bucket is not None:
-                add_counts(self.counts_in_bucket, {name: rows})
+                if self.counts_path is not None:
+                    add_counts(self.counts_path, {name: rows})
+            if self.bucket_counts_path is not None:
+                add_counts(self.bucket_counts_path, {name: rows})
             self._row_count = rows
         return self._row_count
 
@@ -243,19 +244,9 @@ class Plans:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
     def _open_or_begin(self, epoch: int) -> np.ndarray | None:
-        if self._worker is not None and wait([self._worker], 0):
-            try:
-                self._worker.result()
-            except WorkerDied as error:
-                self._deaths += 1
-                if self._deaths >= _MOST_DEATHS:
-                    raise Unavailable(
-                        f"the process that plans an epoch died {_MOST_DEATHS} times, most "
-                        f"recently with exit code {error.code}; has the machine too little memory?"
-                    ) from None
-            finally:
-                self._worker.close()
-                self._worker = None
+        """Opens a plan; or starts to make it, unless a worker makes that of any epoch."""
+        if self._worker is not None and workers.wait([self._worker], 0):
+            self._close_finished(self._worker)
         path = self._path(epoch)
         with translate_os_errors(path):
             plan = read(path)
@@ -263,23 +254,38 @@ class Plans:
                 self._worker = PlanWorker.begin(path, self.stream, self.spec, epoch)
         return plan
 
+    def _close_finished(self, worker: PlanWorker) -> None:
+        """Closes a worker that has ended; raises Unavailable if too many have died."""
+        self._worker = None
+        try:
+            worker.result()
+        except WorkerDied as error:
+            self._deaths += 1
+            if self._deaths >= _MOST_DEATHS:
+                raise Unavailable(
+                    f"the process that plans an epoch died {_MOST_DEATHS} times, most "
+                    f"recently with exit code {error.code}; has the machine too little memory?"
+                ) from None
+        finally:
+            worker.close()
+
     def _path(self, epoch: int) -> str:
         key_parts, *settings = self.spec
-        inputs = PLAN_VERSION, self.corpus, self.stream.documents, (key_parts, epoch, *settings)
-        name = hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
+        inputs = self.corpus_sha256, self.stream.documents, (key_parts, epoch, *settings)
+        name = hashlib.sha256(repr((PLAN_VERSION, *inputs)).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
     def _count_key(self) -> str:
-        """Returns the key of the row count in the file of counts."""
+        """Returns the key of the row count in its file; `key_parts` name a mixture's source."""
         key_parts, length, short_seq_prob, units = self.spec
-        name = "/".join(map(str, (self.corpus[:16], *key_parts)))
+        name = "/".join(map(str, (self.corpus_sha256[:16], *key_parts)))
         name += f"/length={length}/short_seq_prob={short_seq_prob}"
         return name + f"/units={units}" * (units != "pairs")
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:
-    """Reads the numbers of rows of plans of first epochs, by key, from a local file or a bucket.
+    """Reads the number of rows of each first epoch, by key, from a local file or a bucket.
 
     A missing, damaged or older file gives {}, and the rows are counted again.
 
@@ -289,7 +295,7 @@ def read_counts(path: epath.Path) -> dict[str, int]:
     try:
         content = storage_of(path).read(path, seconds=_BUCKET_SECONDS)
         return parse_json(content, path, COUNTS_VERSION, "", "", checksum="required")["rows"]
-    except (FileNotFoundError, InputError):
+    except (FileNotFoundError, InputError):  # not reported, so it needs no remedies
         return {}
 
 

@@ -20,7 +20,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import SWEEP, Workdir
 from bert_jax.text import documents, sentence_splitter, vocabulary_edits
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.text.sources import source_of_text
+from bert_jax.text.sources import source_from_path
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
 
@@ -123,7 +123,7 @@ def reduce_vocabulary(
 
     def rows(tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Yields the token ids of paragraphs, and of sentences as in a corpus."""
-        for document in documents.read(Corpus(sources=(source_of_text(text),))):
+        for document in documents.read(Corpus(sources=(source_from_path(text),))):
             yield from map(tokenizer.encode, document.paragraphs())
             yield from map(tokenizer.encode_after_space, sentence_splitter.split(document, "en"))
 

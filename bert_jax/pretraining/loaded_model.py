@@ -1,6 +1,7 @@
 """A trained model, loaded from a run or a base, and its predictions for texts.
 
-Shape letters: B rows, S tokens of a text with [CLS] and [SEP], D width, H heads, L layers.
+Shape letters: B rows, S tokens of a text with [CLS] and [SEP], D width, H heads, L layers, P masked
+positions of a row, V vocabulary, W width of vectors (D for each layer).
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ Texts = str | Iterable[str]
 Floats = npt.NDArray[np.float32]
 # For each head, the remedy if it is not trained.
 _REMEDIES = {
-    "masked_lm": "import weights that have one; `bert-jax embed` and `finetune` take its encoder",
-    "next_sentence": "remove B, or use a model of data.objective=mlm_nsp or mlm_sop",
+    "masked_lm": "import weights with this head; `bert-jax embed` and `finetune` do without it",
+    "next_sentence": "remove the second text, or use a model of data.objective=mlm_nsp or mlm_sop",
 }
 # Texts are padded to a multiple of this, so that lengths share compiled programs.
 _LENGTH_STEP = 32
@@ -115,20 +116,20 @@ class Predictor:
             )
         tok = self._tokenizer
         ids, before_second = add_special_tokens(tok, a, b)
-        first = first_segment_length(tok, ids, before_second)
+        first_length = first_segment_length(tok, ids, before_second)  # all, if it has one segment
         row, mask = pad_row(ids, tok.pad_id, self._model)
-        masks = np.flatnonzero(ids == tok.mask_id)
+        positions = np.flatnonzero(ids == tok.mask_id)
         # At least one, and a multiple of 8 so that texts share compiled programs.
-        width = -(-max(len(masks), 1) // 8) * 8
+        width = -(-max(len(positions), 1) // 8) * 8
         batch = {
             "input_ids": row,
-            "segment_ids": mask & (np.arange(mask.shape[1]) >= first),
+            "segment_ids": mask & (np.arange(mask.shape[1]) >= first_length),
             "input_mask": mask,
-            "masked_lm_positions": np.pad(masks, (0, width - len(masks)))[None],
+            "masked_lm_positions": np.pad(positions, (0, width - len(positions)))[None],
         }
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
         masked_lm, next_sentence = self._logits(params, batch)
-        probs = np.asarray(jax.nn.softmax(masked_lm[0, : len(masks), : self._model.vocab_size]))
+        probs = np.asarray(jax.nn.softmax(masked_lm[0, : len(positions), : self._model.vocab_size]))
         return probs, None if b is None else float(jax.nn.softmax(next_sentence[0])[0])
 
     def encode(self, text: str) -> list[int]:
@@ -144,7 +145,7 @@ class Predictor:
 class LoadedModel(Base):
     """A model with its weights on one device, its origin, and methods for texts.
 
-    For a run, `source` is "", and `vectors` are those of the base that the run started from.
+    For a run, `source` is "", and `vectors` has the settings of the base that the run started from.
     """
 
     name: str = ""  # of the run, the base or the folder
@@ -157,28 +158,28 @@ class LoadedModel(Base):
 
     @classmethod
     def of(
-        cls, run: Workdir, content: Content = "params", checkpoint: str = "newest"
+        cls, workdir: Workdir, content: Content = "params", checkpoint: str = "newest"
     ) -> "LoadedModel":
         """Reads a base, or a checkpoint of a run.
 
         Args:
-          run: the workdir of the run, or the folder of the base, opened.
+          workdir: the workdir of a run; or the folder of a base, opened like a workdir.
           content: the parts of a checkpoint to read.
           checkpoint: for a run `newest`, `best`, or a step.
         """
-        if base_lib.is_base(run.root):
-            _require_newest(run.address, checkpoint)
-            return cls.load_base(base_lib.read(run.root), run.address.name)
-        experiment = load_experiment(run)
-        workdir = run.with_corpus(experiment.run.corpus_dir)
+        if base_lib.is_base(workdir.root):
+            _require_newest(workdir.address, checkpoint)
+            return cls.load_base(base_lib.read(workdir.root), workdir.address.name)
+        experiment = load_experiment(workdir)
+        workdir = workdir.with_corpus(experiment.run.corpus_dir)
         prepared = PreparedCorpus.open(workdir.corpus)
         names, moments = ("params",), None
         if content == "with_moments":
             names = "params", "optimizer"
             if experiment.optimizer.name != "bert_adam":
                 raise InputError(
-                    f"{run.address}: optimizer.name={experiment.optimizer.name}; only bert_adam's "
-                    "moments can be imported; remove --with-optimizer"
+                    f"{workdir.address}: optimizer.name={experiment.optimizer.name}; only "
+                    "bert_adam's moments can be imported; remove --with-optimizer"
                 )
         mesh = mesh_lib.one_device()
         restored = _read_checkpoint(experiment, workdir, prepared, mesh, names, checkpoint)
@@ -187,10 +188,11 @@ class LoadedModel(Base):
             adam = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, adam.mu, adam.nu)
         params, fresh = heads.add_missing_heads(experiment.model, state["params"])
-        phases = range(experiment.phase_at(max(done - 1, 0))[0] + 1)  # that have started
-        objectives = (objective.make_objective(experiment, number) for number in phases)
+        last_phase, _ = experiment.phase_at(max(done - 1, 0))  # the phase of step `done`
+        objectives = (objective.make_objective(experiment, i) for i in range(last_phase + 1))
+        idle = set.intersection(*(set(getattr(each, "idle", ())) for each in objectives))
         return cls(
-            experiment.model_after(done),
+            experiment.model_after(done),  # a phase may have its own direction and rotary base
             params,
             prepared.tokenizer,
             fresh=fresh,
@@ -201,7 +203,7 @@ class LoadedModel(Base):
             experiment=experiment,
             manifest=prepared.manifest,
             evaluation=metrics_line(workdir, "evaluation", done),
-            idle=tuple(set.intersection(*(set(getattr(o, "idle", ())) for o in objectives))),
+            idle=tuple(idle),
         )
 
     @classmethod
@@ -311,7 +313,8 @@ class LoadedModel(Base):
         _require_text(text, "text")
         ids, hidden = self._run_layers(text)
         encoder = heads.merge(self.model, self.params).encoder
-        maps = attention_probabilities(encoder, self.model, hidden[:-1, : len(ids)])
+        layer_inputs = hidden[:-1, : len(ids)]  # each output is the next layer's input
+        maps = attention_probabilities(encoder, self.model, layer_inputs)
         return [self.tokenizer.token(i) for i in ids], np.asarray(maps)
 
     def apply(self, params: heads.Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -334,9 +337,11 @@ class LoadedModel(Base):
     @functools.cached_property
     def _layers_program(self) -> Callable[..., jax.Array]:
         def run(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-            encoder, kinds = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
-            hidden = encode(encoder, self.model, ids, kinds, mask, None, Loop(), "all")
-            return hidden[:, 0].astype(jnp.float32)
+            encoder, segment_ids = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
+            hidden = encode(
+                encoder, self.model, ids, segment_ids, mask, noise=None, loop=Loop(), outputs="all"
+            )
+            return hidden[:, 0].astype(jnp.float32)  # of the only row
 
         return jax.jit(run)
 
@@ -353,18 +358,18 @@ class LoadedModel(Base):
 def list_texts(texts: Texts, name: str = "texts") -> list[str]:
     """Returns one or several texts as a list; `name` is the argument's name for errors."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        _require_text(texts, name)
+        _require_text(texts, name)  # raises InputError for what is not iterable
         return [texts]
     for position, text in enumerate(texts := list(texts)):
         _require_text(text, f"{name}[{position}]")
     return texts
 
 
-def list_examples(examples: Iterable[str | Sequence[str]]) -> list[str | Sequence[str]]:
-    """Returns examples, each a text or a sequence of texts, as a list; a text is one example."""
-    if isinstance(examples, str) or not isinstance(examples, Iterable):
-        return [*list_texts(examples)]
-    return list(examples)
+def list_inputs(inputs: Iterable[str | Sequence[str]]) -> list[str | Sequence[str]]:
+    """Returns inputs of a task, each a text or a sequence of texts, as a list; a text is one."""
+    if isinstance(inputs, str) or not isinstance(inputs, Iterable):
+        return [*list_texts(inputs)]
+    return list(inputs)
 
 
 def _require_text(value: object, name: str) -> None:
@@ -408,13 +413,13 @@ def _read_checkpoint(
 ) -> Restored:
     """Returns parts of a checkpoint's state, replicated over the mesh."""
     saved = Checkpoints(workdir.checkpoints)
-    newest = saved.experiment(saved.find_step("newest"))
-    if changed := config.differences(newest, experiment, "identity"):
+    saved_experiment = saved.experiment(saved.find_step("newest"))
+    if changed := config.differences(saved_experiment, experiment, "identity"):
         raise InputError(
             f"{workdir.address}: was trained with other settings ({'; '.join(changed)})"
         )
-    trained = objective.pretraining_objective(experiment.model, experiment.data)
-    abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
+    pretraining = objective.pretraining_objective(experiment.model, experiment.data)
+    abstract = step.abstract_state(pretraining, experiment.optimizer, Parallelism(), mesh)
     restored = saved.read(checkpoint, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)
     return restored

@@ -38,11 +38,11 @@ class PreparedCorpus:
     @property
     def sha256(self) -> str:
         """Returns the hash that identifies the corpus."""
-        return corpus.identities(self.manifest)[0]
+        return corpus.manifest_hashes(self.manifest)[0]
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
-        if metadata["corpus_sha256"] not in corpus.identities(self.manifest):
+        if metadata["corpus_sha256"] not in corpus.manifest_hashes(self.manifest):
             raise InputError(
                 f"{self.location}: not the corpus this run was trained on; restore that corpus, or "
                 "start again with another --workdir"
@@ -91,8 +91,8 @@ class PreparedCorpus:
                 part,
                 PlanSpec((*names, *source), *lengths, data.units),
                 self.sha256,
-                self.folder / corpus.COUNTS,
-                self.location / corpus.COUNTS if sends_counts else None,
+                self.folder / corpus.COUNTS_FILE,
+                self.location / corpus.COUNTS_FILE if sends_counts else None,
             )
             first_step = experiment.ends[number] - phase.steps
             return batches.TrainBatches(

@@ -15,7 +15,7 @@ from bert_jax.errors import InputError, pluralize
 from bert_jax.model import heads
 from bert_jax.pretraining.loaded_model import (
     LoadedModel,
-    list_examples,
+    list_inputs,
     list_texts,
     metrics_line,
 )
@@ -226,7 +226,7 @@ class FinetunedModel(LoadedModel):
         """
         task, examples = self.task_model.task, list[Example]()
         count = len(task.text_columns)
-        for position, example in enumerate(list_examples(texts)):
+        for position, example in enumerate(list_inputs(texts)):
             where = f"texts[{position}]"
             parts = list_texts(example, where)
             if len(parts) != count and not (task.kind == "rank" and len(parts) > count):

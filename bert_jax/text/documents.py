@@ -143,7 +143,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
                 yield Extent("tfds", str(path), field, str(folder), *part)
             before += count
         return
-    files = sources.files(source)
+    files = sources.require_files(source)
     if kind == "parquet" and most:
         # In parallel, since reading from a bucket has a high latency.
         with ThreadPoolExecutor(copies.SMALL_STREAMS) as pool:
@@ -153,7 +153,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
                     yield Extent(kind, path, field, "", start, stop, bytes=size, listed=entry)
         return
     for path, entry in files.items():
-        size = sources.state(path, entry=entry)["bytes"]
+        size = sources.stat(path, entry=entry)["bytes"]
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
@@ -165,7 +165,7 @@ def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
     is_text = kind == "text"
     has_cuts = kind == "jsonl" or (is_text and corpus.layout == "sentences_by_line")
     has_line_ends = _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
-    if not (has_cuts and has_line_ends) or "://" in path or line_reader.compression(path):
+    if not (has_cuts and has_line_ends) or "://" in path or line_reader.codec_ending(path):
         return []
     cuts: list[int] = []
     with line_reader.translate_errors(path), open(path, "rb") as file:

@@ -1,8 +1,8 @@
 """Reads bytes of files, compressed or not, and lines of text from files or other streams.
 
-A file may be in a bucket, or at another address with `://`, which fsspec opens. Arrow reads
-compressed files: fsspec's readers accept a truncated .zst file, and stop after the first of several
-frames. Arrow does not read .xz; Python's `lzma` does.
+Except for `read`, a file may be in a bucket, or at another address with `://`, which fsspec opens.
+Arrow reads compressed files: fsspec's readers accept a truncated .zst file, and stop after the
+first of several frames. Arrow does not read .xz; Python's `lzma` does.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 from bert_jax.storage.storage import storage_of
 
-# From file endings to Arrow's names of compressions.
+# From file endings to compressions, by Arrow's names except xz.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 # This many bytes above 127 form valid UTF-8 by chance only once in thousands of texts.
 _SURELY_UTF8 = 6
@@ -29,7 +29,7 @@ _HIGH = bytes(range(128, 256))
 
 
 def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields the lines of files as `decode_lines` does; a missing file is an error at once."""
+    """Yields the lines of local files like `decode_lines`; raises at once if a file is missing."""
     for path in paths:
         if not os.path.exists(path):
             raise InputError(f"{path}: no such file")
@@ -37,7 +37,7 @@ def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def decode_lines(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
-    """Yields (NAME:NUMBER, line) for lines of UTF-8, split only at \\n."""
+    """Yields (NAME:NUMBER, line) for lines of UTF-8, which `raw` splits only at \\n."""
     for number, line in enumerate(raw, 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -64,12 +64,13 @@ def translate_errors(where: str) -> Iterator[None]:
     except (InputError, Unavailable, UnicodeError):
         raise
     except Exception as error:  # each client of a remote file system has its own exceptions
-        if not ("://" in where or isinstance(error, OSError)):
+        is_remote = "://" in where
+        if not (is_remote or isinstance(error, OSError)):
             raise
         if isinstance(error, FileNotFoundError):
             raise InputError(f"{where}: is missing") from error
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        if "://" in where and retry.is_transient(error):
+        if is_remote and retry.is_transient(error):
             raise Unavailable(f"{where}: out of reach ({reason}); run again to resume") from error
         raise InputError(f"{where}: damaged, or cannot be read ({reason})") from error
 
@@ -82,18 +83,18 @@ def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[by
     Raises:
       OSError: the file cannot be read; during reading: the file is damaged.
     """
-    file, kind = open_raw(path), COMPRESSED.get(compression(path))
-    if kind is None:
+    file, codec = open_raw(path), COMPRESSED.get(codec_ending(path))
+    if codec is None:
         return file
     if on_read is not None:
         file = io.BufferedReader(_WatchedFile(file, on_read), 1 << 16)
-    if kind == "xz":
+    if codec == "xz":
         return io.BufferedReader(_XzFile(file), 1 << 17)
-    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), kind)
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codec)
     return io.BufferedReader(stream, 1 << 17)
 
 
-def compression(path: str) -> str:
+def codec_ending(path: str) -> str:
     """Returns the ending of a compressed file's name in lower case; "" for other files."""
     ending = os.path.splitext(path)[1].lower()
     return ending if ending in COMPRESSED else ""
@@ -143,11 +144,11 @@ def open_raw(path: str) -> io.BufferedReader:
     """Opens the bytes of a file without decompression; raises as `open_bytes`."""
     if "://" not in path or path.startswith("gs://"):
         return storage_of(path).open(path)
-    system, name = system_of(path)
+    system, name = filesystem_of(path)
     return cast(io.BufferedReader, system.open(name, "rb"))
 
 
-def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+def filesystem_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Returns the fsspec file system of an address, and the name of the file there."""
     try:
         return fsspec.core.url_to_fs(path)
@@ -164,8 +165,8 @@ def require_not_utf8(paths: Iterable[str], encoding: str) -> None:
         if count >= _SURELY_UTF8:
             raise InputError(
                 f"{path}: is UTF-8 ({count:,} bytes beyond ASCII), and corpus.encoding={encoding} "
-                "would turn them into strange characters; `bert-jax doctor` lists all such files: "
-                "convert the others to UTF-8, and leave corpus.encoding at utf-8"
+                "would turn them into strange characters; `bert-jax doctor` lists all UTF-8 "
+                "files: convert the others, and leave corpus.encoding at utf-8"
             )
 
 
@@ -178,6 +179,6 @@ def _count_utf8_bytes(path: str) -> int:
                 decoder.decode(block)
                 count += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
         decoder.decode(b"", final=True)
-    except (UnicodeDecodeError, OSError):  # the error is raised when the file is read
+    except (UnicodeDecodeError, OSError):  # reported when the text is read
         return 0
     return count

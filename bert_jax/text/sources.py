@@ -20,21 +20,20 @@ from bert_jax.text import line_reader, tfds_files
 
 # Names without text to learn from; Hadoop and Arrow mark hidden files with `_`.
 _NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
-# Maximum number of endings or folders that a line lists.
-_LISTED = 5
+# Maximum number of endings or folders that a message lists.
+_MAX_LISTED = 5
 # Attributes of files in fsspec that change with the content.
 _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", "mtime", "created")
-
 
 # Paths of files with their entries in the listing of a bucket; None outside of buckets.
 Files = dict[str, buckets.ObjectEntry | None]
 
 
-def source_of_text(path: str) -> str:
-    """Returns the source of a path; a source is unchanged.
+def source_from_path(path: str) -> str:
+    """Returns a path as a source KIND:PATH; returns a source as it is.
 
-    Its kind is that of the path's ending, or of all files in a folder of this machine that a source
-    can read, or else text.
+    KIND follows from the path's ending. For a local folder without one, it follows from the
+    readable files in it, if these are all of one kind. Otherwise it is `text`.
     """
     if re.match(r"\w+:(?!//)", path):
         return path
@@ -46,23 +45,23 @@ def source_of_text(path: str) -> str:
 
 def kinds_in(path: str) -> list[str]:
     """Returns the kinds of sources that can read a file, or files of a folder."""
-    paths, unread = find(f"text:{path}")
+    paths, unread = find_files(f"text:{path}")  # both together are the files of any kind
     kinds = {kind_of_file(path) for path in (*paths, *unread)}
     return [kind for kind in FILE_ENDINGS if kind in kinds]
 
 
-def files(source: str, seconds: float | None = None) -> Files:
-    """Returns the files of a source of files, sorted; for `seconds` see `Storage`."""
+def require_files(source: str, seconds: float | None = None) -> Files:
+    """Returns the files of a source other than TFDS, sorted; for `seconds` see `Storage`."""
     kind, _, location = source.partition(":")
-    paths, unread = find(source, seconds)
+    paths, unread = find_files(source, seconds)
     if not paths:
         contents = f"; it holds {_summary(unread)}{_advice(unread, location)}" if unread else ""
         missing = "no such files there"
         if os.path.isdir(location):
             missing = f"the folder holds no {' or '.join(FILE_ENDINGS[kind])} file"
         raise InputError(f"corpus.sources: {source}: {missing}{contents}")
-    for path in paths if kind == "text" else ():
-        if (path_kind := kind_of_file(path)) not in ("", "text"):
+    for path in paths:
+        if kind == "text" and (path_kind := kind_of_file(path)) not in ("", "text"):
             raise InputError(
                 f"corpus.sources: {source}: {path} is not plain text by its name; write "
                 f"{path_kind}:{location}, and name the field of the text in corpus.text_field"
@@ -70,7 +69,7 @@ def files(source: str, seconds: float | None = None) -> Files:
     return paths
 
 
-def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
+def find_files(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
     """Returns the files that a source reads, and the paths that it does not read; both sorted.
 
     In a folder, files with other endings are not read. If a pattern matches folders, these are not
@@ -134,24 +133,25 @@ def _match_files(source: str, pattern: str) -> tuple[list[str], list[str]]:
     if not paths:
         reason = "no such file or folder"
         if os.path.exists(pattern):
-            reason = "not a regular file, and text is read more than once"
+            reason = "not a regular file, and text is read more than once: save it to a file"
         elif glob.has_magic(pattern):
             reason = "the pattern matches no file"
         raise InputError(f"corpus.sources: {source}: {reason} (in {os.getcwd()})")
-    folders = (f"{path.rstrip('/')}/" for path in set(matches).difference(paths))
+    folders = {f"{path.rstrip('/')}/" for path in matches if os.path.isdir(path)}
     unread = [name for name in folders if not any(path.startswith(name) for path in paths)]
-    return paths, sorted(filter(os.path.isdir, unread))
+    return paths, sorted(unread)
 
 
 def _expand_pattern(pattern: str) -> list[str]:
     """Returns the paths that a pattern matches, as `glob` does, but each file once with **."""
+    # `glob` follows a link to a parent folder forty times, and two such links almost forever.
     literal = re.split(r"[*?[]", pattern)[0]
     root = literal[: literal.rfind("/") + 1]
     parts = pattern.removeprefix(root).split("/")
+    # Handled below: ** as a whole part, and no part that begins with a dot.
     is_plain = all(part == "**" or ("**" not in part and part[:1] != ".") for part in parts)
     if "**" not in parts or not is_plain or not os.path.isdir(root or "."):
         return glob.glob(pattern, recursive=True)
-    # `glob` follows a link to a parent folder forty times, and two such links almost forever.
     fits = re.compile(glob_translate("/".join(parts)))
     names = (path.removeprefix(root or "./") for path in files_below(root or "."))
     return [f"{root}{name}" for name in names if fits.match(name) and "/." not in f"/{name}"]
@@ -161,9 +161,9 @@ def _find_remote(address: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the files at an address, and whether the address is a folder's."""
     if address.startswith("gs://"):
         return _find_in_bucket(address, seconds)
-    system, name = line_reader.system_of(address)
+    system, name = line_reader.filesystem_of(address)
     is_folder = system.isdir(name)
-    names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
+    names = system.find(name) if is_folder else [name] if system.exists(name) else system.glob(name)
     return dict.fromkeys(sorted(system.unstrip_protocol(str(path)) for path in names)), is_folder
 
 
@@ -173,7 +173,8 @@ def _find_in_bucket(address: str, seconds: float | None) -> tuple[Files, bool]:
     if glob.has_magic(address):
         literal = re.split(r"[*?[]", address)[0]
         folder, pattern = literal[: literal.rfind("/") + 1], glob_translate(address)
-    has_name = buckets.is_gs_url(folder) and buckets.split(address)[1]
+    buckets.is_gs_url(folder)  # raises InputError for a pattern as the bucket's name
+    has_name = buckets.split(address)[1] != ""
     if has_name and (entry := buckets.describe(address, seconds)):
         return {address: entry}, False
     objects = sorted(buckets.list_objects(folder, seconds=seconds).items())
@@ -194,12 +195,12 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
         return path if "://" in path else f"{real_path(folder)}/{name}"
 
     unread: dict[str, list[str]] = {}
-    read: set[str] = set()
+    known: set[str] = set()  # files that are read or in an earlier line
     for source in corpus.sources:
         kind, _, location = source.partition(":")
         if kind in FILE_ENDINGS:
-            paths, unread[source] = find(source, seconds)
-            read.update(map(identity, paths))
+            paths, unread[source] = find_files(source, seconds)
+            known.update(map(identity, paths))
         else:
             unread[source] = tfds_files.unread_splits(_dataset(kind, location))
     lines: list[str] = []
@@ -208,11 +209,11 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
         if kind not in FILE_ENDINGS:
             noun, names = "split", paths
         else:
-            names = [p for p in paths if identity(p) not in read and not _is_ignored(p, location)]
-            read.update(map(identity, names))
+            names = [p for p in paths if identity(p) not in known and not _is_ignored(p, location)]
+            known.update(map(identity, names))
             noun = "folder" if names and names[0].endswith("/") else "file"
         if names:
-            summary = _summary(names) if noun == "file" else ", ".join(names[:_LISTED])
+            summary = _summary(names) if noun == "file" else ", ".join(names[:_MAX_LISTED])
             advice = _advice(names, location) if noun == "file" else ""
             lines.append(f"{source} leaves out {pluralize(len(names), noun)} ({summary}){advice}")
     return lines
@@ -221,7 +222,7 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
 def _is_ignored(path: str, location: str) -> bool:
     if path.startswith(location):
         names = path.removeprefix(location).split("/")
-    else:  # a path of a pattern, or as an fsspec client writes it
+    else:  # from a pattern, or written otherwise by fsspec: the names after the host, or the last
         names = path.split("/")[3 if "://" in path else -1 :]
     return any(map(_NO_TEXT.match, names))
 
@@ -230,14 +231,14 @@ def _summary(paths: list[str]) -> str:
     """Formats the number of files with each ending: 2 .jsonl, 1 .md."""
     counts = collections.Counter(map(_ending, paths))
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    parts = [f"{count:,} {ending}" for ending, count in ordered[:_LISTED]]
-    if rest := sum(count for _, count in ordered[_LISTED:]):
+    parts = [f"{count:,} {ending}" for ending, count in ordered[:_MAX_LISTED]]
+    if rest := sum(count for _, count in ordered[_MAX_LISTED:]):
         parts.append(f"{rest:,} others")
     return ", ".join(parts)
 
 
 def _ending(path: str) -> str:
-    compression = line_reader.compression(path)
+    compression = line_reader.codec_ending(path)
     name = os.path.basename(path).lower().removesuffix(compression)
     return os.path.splitext(name)[1] + compression or "without an ending"
 
@@ -256,27 +257,30 @@ def _dataset(kind: str, location: str) -> epath.PathLike:
 def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, Any]]:
     """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, without reading them.
 
-    For a TFDS dataset this is its dataset_info.json, which has the sizes of its shards. A bucket
-    may be out of reach for `seconds`, None: ten minutes.
+    For a TFDS dataset this is its dataset_info.json, which has the sizes of its shards. For
+    `seconds` see `Storage`, for `mtime_ns` see `stat`.
     """
     rows = []
     for source in corpus.sources:
         kind, _, location = source.partition(":")
         if kind in FILE_ENDINGS:
-            paths = files(source, seconds)
+            paths = require_files(source, seconds)
         else:
             paths = {f"{_dataset(kind, location)}/dataset_info.json": None}
-        rows += [{"file": path, **state(path, seconds, entry)} for path, entry in paths.items()]
+        rows += [{"file": path, **stat(path, seconds, entry)} for path, entry in paths.items()]
     return rows
 
 
-def state(
+def stat(
     path: str, seconds: float | None = None, entry: buckets.ObjectEntry | None = None
 ) -> dict[str, int]:
-    """Returns `bytes` and `mtime_ns` of a file or an object; `entry` saves a request."""
+    """Returns `bytes` and `mtime_ns` of a file or an object; `entry` saves a request.
+
+    For a file of fsspec, `mtime_ns` is a hash of an attribute that changes with the content.
+    """
     with line_reader.translate_errors(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
-            system, name = line_reader.system_of(path)
+            system, name = line_reader.filesystem_of(path)
             info = system.info(name)
             if (size := info["size"]) is None:
                 raise InputError(
@@ -285,10 +289,10 @@ def state(
                 )
             # Not every file system has dates, and listings have other attributes than single files.
             version = str(next(filter(None, map(info.get, _VERSIONS)), "")).strip('"')
-            date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
+            mtime_ns = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
-            size, date = storage_of(path).stat(path, seconds, entry)
-    return {"bytes": int(size), "mtime_ns": int(date)}
+            size, mtime_ns = storage_of(path).stat(path, seconds, entry)
+    return {"bytes": int(size), "mtime_ns": int(mtime_ns)}
 
 
 def sha256(path: str) -> str:

@@ -28,7 +28,7 @@ from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
-from bert_jax.text.sources import source_of_text
+from bert_jax.text.sources import source_from_path
 from bert_jax.tools.compare import budget
 
 # The language that is assumed for a script, by the first word of the names of its letters.
@@ -153,7 +153,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     """Returns facts about a text, from a sample; a `corpus.language` in the settings holds."""
     with prefix_errors(f"TEXT {path}"):
-        text_corpus = Corpus(sources=(source_of_text(path),), encoding_errors="replace")
+        text_corpus = Corpus(sources=(source_from_path(path),), encoding_errors="replace")
     given = _parse_settings(settings)
     fields = {name: given.get(f"corpus.{name}") for name in _SAMPLE_FIELDS}
     needed = [f"{name}={value}" for name, value in fields.items() if value is not None]

@@ -379,8 +379,8 @@ def test_an_example_is_what_protobuf_writes(monkeypatch):
     for name, values in (("ids", ids), ("sentence_lengths", np.array([4, 5]))):
         expected.features.feature[name].int64_list.value.extend(values.tolist())
     for many in (1 << 18, 4):
-        monkeypatch.setattr(dataset, "_MANY", many)
-        made = dataset.example(ids, np.array([4, 5], np.int64))
+        monkeypatch.setattr(dataset, "_VARINT_BLOCK", many)
+        made = dataset.serialize_document(ids, np.array([4, 5], np.int64))
         assert made == expected.SerializeToString(deterministic=True)
 
 

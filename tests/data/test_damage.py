@@ -28,8 +28,8 @@ ARRAYS = ("ids.bin", "sentence_offsets.bin", "document_offsets.bin", "unigrams.b
 # Files of a corpus, and what to do about a damaged one.
 FILES = {
     "manifest.json": "put the whole file back",
-    "tokenizer/tokenizer.json": "put that one back",
-    "tokenizer/vocab.txt": "put that one back",
+    "tokenizer/tokenizer.json": "put its own tokenizer back",
+    "tokenizer/vocab.txt": "put its own tokenizer back",
     **dict.fromkeys(
         (f"stream/train/{name}" for name in (*ARRAYS, "stream.json")),
         "remove corpus/stream and run again",

@@ -193,7 +193,7 @@ def test_a_corpus_whose_bucket_is_out_of_reach_is_used_as_prepared(objects, tmp_
     folder = epath.Path(tmp_path / "c")
     made = corpus.prepare(claim, 100, folder, lambda line: None)
     objects.fault = lambda method, name, kind: Fault(503)
-    monkeypatch.setattr(corpus, "_SECONDS", 0.2)
+    monkeypatch.setattr(corpus, "_COMPARE_SECONDS", 0.2)
     lines = []
     assert corpus.prepare(claim, 100, folder, lines.append) == made
     (line,) = lines

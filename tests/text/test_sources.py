@@ -52,7 +52,7 @@ def texts(source):
 
 def test_endings_are_read_in_any_case_and_any_compression(tmp_path):
     folder = fill(tmp_path / "mix", [*READ, *UNREAD, *HIDDEN])
-    assert list(text_sources.files(f"text:{folder}")) == sorted(str(folder / name) for name in READ)
+    assert [*text_sources.require_files(f"text:{folder}")] == sorted(str(folder / n) for n in READ)
     assert texts(f"text:{folder}") == [text_of(name) for name in sorted(READ)]
     assert texts(f"jsonl:{folder}") == [text_of(name) for name in ("a.jsonl", "sub/b.JSONL.xz")]
 
@@ -62,7 +62,7 @@ def test_files_of_plain_names_keep_their_order(tmp_path):
     names = ["b.txt", "a b.txt", "a/c.txt", "a.txt", "a-b/x.txt", "Z.txt", ".h/i.txt", "é.txt"]
     folder = fill(tmp_path / "plain", names)
     (folder / "link.txt").symlink_to("b.txt")
-    found = list(text_sources.files(f"text:{folder}"))
+    found = list(text_sources.require_files(f"text:{folder}"))
     wanted = glob.glob(f"{folder}/**/*.txt", recursive=True, include_hidden=True)
     assert found == sorted(wanted) and len(found) == len(names) + 1
 
@@ -76,7 +76,7 @@ def test_a_path_is_a_source_by_its_ending_or_by_the_files_below_it(tmp_path, mon
     paths += " jsonl:gs://b/novels tfds:novels tables/ mixed two_kinds"
     wanted += " parquet:hf://datasets/*.parquet jsonl:gs://b/novels tfds:novels csv:tables"
     wanted += " text:mixed text:two_kinds"
-    assert [text_sources.source_of_text(path) for path in paths.split()] == wanted.split()
+    assert [text_sources.source_from_path(path) for path in paths.split()] == wanted.split()
 
 
 def test_a_source_without_a_kind_has_that_of_its_ending():
@@ -98,13 +98,13 @@ def test_linked_folders_are_entered_once_and_no_file_is_read_twice(tmp_path):
         "../elsewhere/back": "../mix",
     }.items():
         (folder / name).symlink_to(target)
-    found = list(text_sources.files(f"text:{folder}"))
+    found = list(text_sources.require_files(f"text:{folder}"))
     assert len(set(map(os.path.realpath, found))) == len(found)
     assert [os.path.relpath(path, folder) for path in found] == [
         *("a.txt", "deeper/z2.txt", "filelink.txt", "linked/z1.txt", "sub/b.txt")
     ]
     for pattern in (f"{folder}/**/*.txt", f"{folder}/**"):
-        assert list(text_sources.files(f"text:{pattern}")) == found
+        assert list(text_sources.require_files(f"text:{pattern}")) == found
         assert not text_sources.describe_unread(Corpus(sources=(f"text:{pattern}",)))
 
 
@@ -118,10 +118,10 @@ def test_patterns_match_what_pythons_glob_matches(tmp_path, monkeypatch, start):
     for end in [*ends, "*/**/[ab].txt", "**/b/**/?.txt", "*", "*/*.txt"]:
         wanted = sorted(set(filter(os.path.isfile, glob.glob(start + end, recursive=True))))
         if wanted:
-            assert list(text_sources.find(f"text:{start}{end}")[0]) == wanted, end
+            assert list(text_sources.find_files(f"text:{start}{end}")[0]) == wanted, end
         else:
             with pytest.raises(InputError, match=re.escape(start + end)):
-                text_sources.find(f"text:{start}{end}")
+                text_sources.find_files(f"text:{start}{end}")
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(InputError, match="mix/closed"):
-        text_sources.files(f"text:{folder}")
+        text_sources.require_files(f"text:{folder}")
 
 
 def test_prepare_and_doctor_count_the_same_files_that_are_left_out(tmp_path):
@@ -173,7 +173,7 @@ def test_folders_that_a_pattern_matches_are_left_out_by_name(tmp_path):
 def test_a_folder_without_files_of_a_kind_names_the_kinds_it_holds(tmp_path):
     fill(tmp_path, ["a.jsonl", "b.txt"])
     with pytest.raises(InputError, match=r"csv:.*1 \.jsonl.*jsonl:.*text:"):
-        text_sources.files(f"csv:{tmp_path}")
+        text_sources.require_files(f"csv:{tmp_path}")
 
 
 def test_a_bucket_and_another_address_are_read_as_a_folder(objects, tmp_path):
@@ -185,7 +185,7 @@ def test_a_bucket_and_another_address_are_read_as_a_folder(objects, tmp_path):
         memory.pipe(f"/mix/{name}", data)
     (line,) = text_sources.describe_unread(Corpus(sources=(f"text:{folder}",)))
     for place in ("gs://bucket/mix", "memory://mix"):
-        found = [path.rpartition("mix/")[2] for path in text_sources.files(f"text:{place}")]
+        found = [path.rpartition("mix/")[2] for path in text_sources.require_files(f"text:{place}")]
         assert found == sorted(READ)
         there = text_sources.describe_unread(Corpus(sources=(f"text:{place}",)))
         assert there == [line.replace(str(folder), place)]

@@ -64,9 +64,9 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
         if kind in ("tfds", "tfds_dir"):
             files.append((source_corpus, source, 0))
             continue
-        for path, entry in text_sources.files(source).items():
+        for path, entry in text_sources.require_files(source).items():
             file_corpus = dataclasses.replace(source_corpus, sources=(f"{kind}:{path}",))
-            size = 0 if kind == "parquet" else text_sources.state(path, entry=entry)["bytes"]
+            size = 0 if kind == "parquet" else text_sources.stat(path, entry=entry)["bytes"]
             files.append((file_corpus, path, size))
     reader, survey = _Reader(files), _Survey(corpus)
     for document in reader.read():
