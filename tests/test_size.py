@@ -48,7 +48,7 @@ ABOVE = {
     "model": 3_081,
     "pretraining": 1_220,
     "serve": 573,
-    "storage": 2_068,
+    "storage": 2_070,
     "tasks": 4_617,
     "text": 3_241,
     "tools": 8_575,
