@@ -80,8 +80,8 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
 def _require_no_other_run(root: epath.Path, corpus_dir: epath.Path) -> None:
     """Raises InputError if a new corpus would be made in the workdir of another run.
 
-    A fork often shares the corpus of its parent, and then has none in its own workdir. A folder with
-    both the run and the corpus in it, as `verify-resume` makes it, is no workdir of a run.
+    A fork often shares the corpus of its parent, and then has none in its own workdir. A folder
+    that holds both the run and the corpus, as `verify-resume` makes it, is no workdir.
     """
     storage, folder = storage_of(corpus_dir), absolute(corpus_dir)
     is_workdir = storage.exists(folder / "experiment.json")
