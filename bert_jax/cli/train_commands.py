@@ -293,7 +293,7 @@ def compare(args: argparse.Namespace) -> int:
     Argument(
         "suite",
         metavar="SUITE",
-        help="a .py file whose suite() lists tasks, or the name of a shipped one (glue)",
+        help="a .py file whose suite() lists tasks, or a shipped one: glue, squad or paper",
     ),
     Argument(
         "--from", metavar="BASE", help="the base or run to fine-tune", dest="base", required=True
