@@ -52,7 +52,7 @@ ABOVE = {
     "tasks": 4_617,
     "text": 3_241,
     "tools": 8_575,
-    "training": 2_394,
+    "training": 2_391,
     "benchmarks": 3_052,
     "experiments": 1_728,
     "tests": 37_529,

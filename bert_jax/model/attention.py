@@ -30,10 +30,10 @@ ProbabilityPolicy = Literal["kept", "recomputed"]
 
 
 class Shared(NamedTuple):
-    """Several examples in a row, without padding between them; a mask keeps them apart."""
+    """Several texts in a row, without padding between them; a mask keeps them apart."""
 
-    numbers: jax.Array  # int32 [B, S], the number of each token's example, from 1; 0 for padding
-    positions: jax.Array  # int32 [B, S], of each token in its example
+    numbers: jax.Array  # int32 [B, S], the number of each token's text, from 1; 0 for padding
+    positions: jax.Array  # int32 [B, S], of each token in its text
 
 
 class Packing(NamedTuple):
@@ -93,12 +93,12 @@ def attend(
       query: [B, S, H, D / H].
       key: as query.
       value: as query.
-      input_mask: [B, S], 1 for real tokens, 0 for padding; or the examples or texts that share the
-        rows, which do not attend to each other.
+      input_mask: [B, S], 1 for real tokens, 0 for padding; or the texts that share the rows, which
+        do not attend to each other.
       noise: dropout noise for the probabilities; None drops nothing.
       rate: share of probabilities dropped.
       window: bool [Q, K], True where a query may attend to a key; None: everywhere.
-      policy: what the backward pass recomputes.
+      policy: what the backward pass recomputes; `Packing` without noise keeps all.
 
     Returns:
       [B, S, H, D / H], in the type of value.
@@ -180,13 +180,13 @@ def _attend_recomputed_backward(
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
     inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
-    keep, dropped_probs, d_context = None, probs.astype(dtype), gradient
+    keep, dropped_probs, scaled_gradient = None, probs.astype(dtype), gradient
     if noise is not None:
         keep = noise.keep(probs.shape, rate)
         dropped_probs = jnp.where(keep, dropped_probs, jnp.zeros_like(dropped_probs))
-        # The other operand of each product is scaled, not what was masked: the compiler for TPU v6e
-        # crashes on a scale between a mask and a product.
-        value, d_context = (_scale(x, noise.scale(rate)) for x in (value, gradient))
+        # `value` and the gradient are scaled, not the operands that are masked: the compiler for
+        # TPU v6e crashes on a scale between a mask and a product.
+        value, scaled_gradient = (_scale(x, noise.scale(rate)) for x in (value, gradient))
     d_probs = _product("bkhd,bqhd->bhkq", value, gradient)
     if keep is not None:
         d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
@@ -194,7 +194,7 @@ def _attend_recomputed_backward(
     factor = 1.0 / math.sqrt(query.shape[-1])
     d_query = _product("bhkq,bkhd->bqhd", d_scores, key) * factor
     d_key = _product("bhkq,bqhd->bkhd", d_scores, query * jnp.asarray(factor, dtype))
-    d_value = _product("bhkq,bqhd->bkhd", dropped_probs, d_context)
+    d_value = _product("bhkq,bqhd->bkhd", dropped_probs, scaled_gradient)
     return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None, None
 
 
@@ -202,7 +202,7 @@ _attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backwar
 
 
 def _key_mask(input_mask: jax.Array | Shared) -> jax.Array:
-    """Returns the argument `key_mask` of `_scores`: a bias, or the numbers of the examples."""
+    """Returns the argument `key_mask` of `_scores`: a bias, or the numbers of the texts."""
     if isinstance(input_mask, Shared):
         return input_mask.numbers
     return _padding_bias(input_mask)
@@ -219,8 +219,8 @@ def _scores(
     """Computes scores of [B, Q, H, D / H] and [B, K, H, D / H]: float32 [B, H, Q, K].
 
     `key_mask` is float32 [B, 1, 1, K], a bias of the scores; or int32 [B, K], the numbers of the
-    examples. The bias between examples is computed here, so that nothing of size [Q, K] is saved
-    for the backward pass. The type tells which it is: a custom gradient takes arrays only.
+    texts; the dtype tells which. The bias between texts is computed here, so that nothing of size
+    [Q, K] is saved for the backward pass.
     """
     if key_mask.dtype == jnp.int32:
         same = key_mask[:, :, None] == key_mask[:, None, :]

@@ -65,7 +65,7 @@ class TokenModel(Protocol):
 def masked_lm_logits(
     model: PretrainingModel, cfg: Model, hidden: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Computes the logits of all tokens, at the predicted positions only.
+    """Computes logits over the vocabulary at the predicted positions.
 
     Hidden states of the last layer [B, S, D], positions int32 [B, P] -> float32 [B, P, V].
     """
@@ -73,16 +73,16 @@ def masked_lm_logits(
 
 
 def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes the logits of all tokens: hidden states [..., D] -> float32 [..., V].
+    """Computes logits over the vocabulary: hidden states [..., D] -> float32 [..., V].
 
     The weights are `model.masked_lm.output` if the model has it, else the word embeddings.
     """
     table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
-    inputs = model.masked_lm(hidden)
+    transformed = model.masked_lm(hidden)
     bias = model.masked_lm.output_bias[...]
     # Padding rows of the vocabulary have no probability.
     bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _PADDING_LOGIT)
-    return layers.linear(inputs, table, bias, "outputs_inputs")
+    return layers.linear(transformed, table, bias, "outputs_inputs")
 
 
 def pretraining_logits(

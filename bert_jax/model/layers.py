@@ -26,7 +26,7 @@ _BIASLESS_NORM_EPS = 1e-5  # for norms without biases, as in ModernBERT
 class Linear(nnx.Module):
     """A layer without a bias, y = x W: kernel [inputs, outputs]."""
 
-    bias: nnx.Param[jax.Array]  # only instances of the subclass `Dense` have it
+    bias: nnx.Param[jax.Array]  # declared for type checkers; only `Dense` has it
 
     def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
@@ -71,7 +71,7 @@ def _linear_forward(
     kernel = kernel.astype(x.dtype)
     y = _matmul(x, kernel, 0 if kernel_is == "inputs_outputs" else 1)
     # The bias is added in float32: otherwise its gradient would be summed in bfloat16. The last
-    # item tells the backward pass whether there is a bias; None and () have no arrays to save.
+    # item tells the backward pass whether there is a bias: () or None, which hold no arrays.
     return (y, (x, kernel, None)) if bias is None else (y + bias, (x, kernel, ()))
 
 
@@ -161,7 +161,7 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 class BiaslessLayerNorm(nnx.Module):
     """A layer norm without a bias parameter: scale [D]. The variance is divided by D."""
 
-    bias: nnx.Param[jax.Array]  # only instances of the subclass `LayerNorm` have it
+    bias: nnx.Param[jax.Array]  # declared for type checkers; only `LayerNorm` has it
 
     def __init__(self, width: int, eps: float = _BIASLESS_NORM_EPS):
         self.eps = eps
@@ -191,7 +191,7 @@ def activation(name: str, x: jax.Array) -> jax.Array:
     """Computes GELU: `gelu` with erf, as in BERT's released code, `gelu_tanh` approximately."""
     if name == "gelu_tanh":
         return jax.nn.gelu(x, approximate=True)
-    # As google-research/bert, modeling.py, gelu: the erfc of jax.nn takes twice as long on a CPU.
+    # As in google-research/bert, modeling.py, gelu; jax.nn.gelu is twice as slow on CPUs.
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 

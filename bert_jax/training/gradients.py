@@ -77,7 +77,7 @@ class ShardGradient:
             params_and_mark: Any, method: Callable[..., Any], micro: Batch, number: jax.Array
         ) -> Any:
             """Calls a method of the objective for the micro-batch with this number."""
-            params, loop = self._layer_loop(*params_and_mark)
+            params, loop = self._prepare_params(*params_and_mark)
             noise: layers.Noise
             if spec.objective.model.dropout_rng == "threefry8":
                 noise = row_noise(micro, key)
@@ -106,11 +106,8 @@ class ShardGradient:
             reduces_slices_early=is_early and method.sums == "by_layer",
         )
 
-    def _layer_loop(self, params: Any, mark: jax.Array | None) -> tuple[Any, Loop]:
-        """Returns the parameters and the loop over layers; with `zero3` it gathers each layer.
-
-        All parameters but those layers are whole.
-        """
+    def _prepare_params(self, params: Any, mark: jax.Array | None) -> tuple[Any, Loop]:
+        """Returns whole parameters and the loop over layers; with `zero3` it gathers each layer."""
         model, parallelism = self.spec.objective.model, self.spec.parallelism
         # The compiler cannot partition a kernel over the devices that share a row.
         has_kernels = model.dropout_rng == "in_kernel" and parallelism.tensor == 1
@@ -192,7 +189,7 @@ def gather_outside_layers(
 
 
 def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
-    """Returns the dropout keys of `dropout_rng=threefry8`, a function of the rows' numbers."""
+    """Returns the `threefry8` noise, a function of the rows' numbers in the phase."""
     noise = layers.RowNoise.of(key, micro["rows"])
     if "tokens" in micro:  # texts share rows, see `embeddings.packing`
         slot_length = micro["tokens"].shape[1]

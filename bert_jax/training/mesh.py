@@ -37,10 +37,10 @@ def make_mesh(
         )
     if parallelism.tensor > 1:
         data = [n for n in (*grid.shape[:-1], grid.shape[-1] // parallelism.tensor) if n > 1]
-        if not data:  # XLA fails on a sum over one device if another axis is partitioned by XLA
+        if not data:  # XLA fails on a psum over an axis of size 1 next to an automatic one
             raise InputError(
-                f"parallelism.tensor={parallelism.tensor}: each slice needs at least twice as "
-                f"many devices, but has {grid.size}; take a smaller number"
+                f"parallelism.tensor={parallelism.tensor}: each slice needs at least "
+                f"{2 * parallelism.tensor} devices, but has {grid.size}; take a smaller number"
             )
         slices = slices.reshape(count, *data, parallelism.tensor)
     names = [SLICE, *(f"data_{i}" for i in range(slices.ndim - 1))]
