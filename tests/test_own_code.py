@@ -96,7 +96,7 @@ def test_they_learn_and_resume_bit_for_bit_from_the_run_s_own_copy(run, tmp_path
 def test_code_runs_only_if_it_is_named_and_its_hash_is_the_run_s(run, tmp_path):
     name, file, workdir = run
     for command in ("evaluate --workdir {}", "pretrain --workdir {}", "predict --workdir {} wa"):
-        fails(command.format(workdir), f"bert-jax: {name}.py: {name}() is needed", "--code FILE")
+        fails(command.format(workdir), f"bert-jax: {name}.py: needs {name}()", "--code FILE")
     for command in ("config --workdir {}", "show --workdir {}", "report {}", "checkpoints {}"):
         assert call(command.format(workdir)) == (0, ""), command
     assert not code_lib._loaded
