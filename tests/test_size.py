@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_060,
     "checkpoints": 1_205,
-    "cli": 2_322,
+    "cli": 2_326,
     "config": 2_573,
     "data": 3_708,
     "distributed": 1_120,
@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_391,
     "benchmarks": 3_052,
     "experiments": 1_728,
-    "tests": 37_529,
+    "tests": 37_533,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

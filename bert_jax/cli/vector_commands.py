@@ -264,9 +264,13 @@ def mine(args: argparse.Namespace) -> int:
 
     pairs = []
     source = source_of("PAIRS", "similar", args.pairs)
-    for where, cells in formats.rows(source, "first_line", (args.query, args.positive)):
-        query, positive = (formats.text_of(cell, "a text", where) for cell in cells)
+    columns = args.query, args.positive
+    for where, cells in formats.rows(source, "first_line", columns):
+        named = zip(cells, columns, strict=True)
+        query, positive = (formats.text_of(cell, f"column {name!r}", where) for cell, name in named)
         pairs.append((query, positive))
+    if not pairs:
+        raise InputError(f"{args.pairs}: holds no pairs of queries and texts that answer them")
     lines = line_reader.read([args.corpus]) if args.corpus else ()
     corpus = [text for _, text in lines if text.strip()]
     stage = bm25.all_scores

@@ -116,8 +116,12 @@ def test_vectors_choose_among_further_texts(here):
         ("mine pairs.jsonl --out o.jsonl --margin 9", "--margin"),
         ("mine pairs.jsonl --out o.jsonl --query q", "pairs.jsonl:1"),
         ("mine more.txt --out o.jsonl", "more.txt"),
+        ("mine empty.jsonl --out o.jsonl", "empty.jsonl: holds no pairs"),
+        ("mine number.jsonl --out o.jsonl", "number.jsonl:1: column 'positive'"),
     ],
 )
 def test_what_mine_refuses_leaves_no_file(words, named, here):
+    pathlib.Path("empty.jsonl").touch()
+    pathlib.Path("number.jsonl").write_text('{"query": "wa", "positive": 3}\n')
     broken.fails(words, named)
     assert not pathlib.Path("o.jsonl").exists()
