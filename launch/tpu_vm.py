@@ -63,7 +63,7 @@ exit 1
 """
 # JAX's coordinator listens only on the address inside the network.
 _RUN = """\
-# Runs the command; writes its exit code to run.exit.
+# Runs the command and writes its exit code to run.exit, at the latest when this shell ends.
 cd "$(dirname "$0")"
 {environment}
 address="$(curl -sf -H 'Metadata-Flavor: Google' \\
@@ -73,7 +73,8 @@ if [ -n "$address" ]; then
 fi
 PATH="$PWD/venv/bin:$PATH"
 {command} &
-echo $! > run.pid
+echo $! > command.pid
+echo $$ > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
@@ -93,7 +94,7 @@ _STOP = """\
 # Asks the run to save and stop, and waits until it ends.
 cd "$(dirname "$0")"
 touch run.asked
-[ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
+[ -f run.exit ] || kill -s TERM "$(cat command.pid)" || exit 1
 for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
 exit 1
 """

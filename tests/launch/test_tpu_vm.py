@@ -133,6 +133,39 @@ def test_a_connection_that_fails_now_and_then_ends_no_run(cloud, launch):
     assert calls(cloud, "create", "delete") == ["create", "delete"]
 
 
+def test_a_run_whose_exit_code_is_not_written_yet_is_running(checkout, programs, tmp_path):
+    """It was taken for killed with its machine, and new machines were rented for it."""
+    programs("mv", f"#!/bin/sh\nuntil [ -f {tmp_path}/go ]; do sleep 0.05; done\nexec /bin/mv $*\n")
+    programs("bert-jax", "#!/bin/sh\nexit 0\n"), programs("curl", "#!/bin/sh\nexit 1\n")
+    experiment = config.load("experiments/mini.py")
+    run = spec.Spec(
+        name="mini",
+        experiment=experiment,
+        config="{}",
+        sha256="",
+        workdir="gs://b/x",
+        topology=None,
+        hosts=1,
+        extend=False,
+        environment={},
+        retries=0,
+    )
+    for name, text in tpu_vm.host_files(run).items():
+        (tmp_path / name).write_text(text)
+
+    def code() -> str:
+        return subprocess.check_output(["bash", tmp_path / "code.sh"], text=True).split()[-1]
+
+    subprocess.run(["bash", tmp_path / "start.sh"], check=True)
+    while not (tmp_path / "run.exit.new").exists():
+        time.sleep(0.02)
+    assert code() == "running"
+    (tmp_path / "go").touch()
+    while code() == "running":
+        time.sleep(0.02)
+    assert code() == "0"
+
+
 @pytest.mark.parametrize("verb", ["create", "scp"])
 def test_the_trap_deletes_when_a_command_fails(verb, cloud, launch):
     (cloud / "refuse").write_text(verb)

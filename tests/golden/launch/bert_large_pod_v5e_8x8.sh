@@ -58,7 +58,7 @@ venv/bin/python -m pip install --quiet --disable-pip-version-check \
 touch venv/installed
 END
 cat > /cache/launch/bert-large-pod-SHA256/run.sh <<'END'
-# Runs the command; writes its exit code to run.exit.
+# Runs the command and writes its exit code to run.exit, at the latest when this shell ends.
 cd "$(dirname "$0")"
 export JAX_PLATFORMS=tpu,cpu
 address="$(curl -sf -H 'Metadata-Flavor: Google' \
@@ -68,7 +68,8 @@ if [ -n "$address" ]; then
 fi
 PATH="$PWD/venv/bin:$PATH"
 bert-jax pretrain experiment.json --workdir gs://BUCKET/bert_large_pod &
-echo $! > run.pid
+echo $! > command.pid
+echo $$ > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
@@ -87,7 +88,7 @@ cat > /cache/launch/bert-large-pod-SHA256/stop.sh <<'END'
 # Asks the run to save and stop, and waits until it ends.
 cd "$(dirname "$0")"
 touch run.asked
-[ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
+[ -f run.exit ] || kill -s TERM "$(cat command.pid)" || exit 1
 for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
 exit 1
 END
