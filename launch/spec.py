@@ -101,7 +101,7 @@ def make_spec(
         extend=extend,
         environment=dict(environment or {}),
         retries=retries,
-        code=code.files(resolved),
+        code=code.code_copy(resolved),
     )
 
 

@@ -21,8 +21,8 @@ from bert_jax.data import corpus, plans
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import trainer
 from bert_jax.storage import buckets, mirror, retry
+from bert_jax.storage.locks import Holder
 from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import Holder
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"

@@ -117,7 +117,7 @@ def test_runs_saved_with_packed_pairs_are_refused_and_others_do_not_miss_the_set
     tree["phases"][1] |= {"examples_per_row": 4, "predictions_per_row": 90}
     assert config.from_json(json.dumps(tree), "saved") == EXPERIMENT
     tree["data"]["packing"] = "pairs"
-    with pytest.raises(InputError, match=r"^saved: data\.packing='pairs': is no more; [^\n]*$"):
+    with pytest.raises(InputError, match=r"^saved: data\.packing='pairs': was removed; [^\n]*$"):
         config.from_json(json.dumps(tree), "saved")
 
 

@@ -12,7 +12,7 @@ from small_run import bert_jax
 
 from bert_jax import config
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import lock
+from bert_jax.storage.locks import lock
 
 
 def bug(*_):

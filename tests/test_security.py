@@ -19,7 +19,10 @@ from etils import epath
 from bert_jax.data import build
 from bert_jax.errors import InputError
 from bert_jax.storage.json_lines import JsonLines
-from bert_jax.storage.workdir import lock, with_checksum
+from bert_jax.storage.locks import lock
+from bert_jax.storage.workdir import (
+    with_checksum,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "bert_jax").rglob("*.py"))

@@ -149,7 +149,7 @@ def read(folder: epath.Path) -> Base:
         if record.get(name, "") != sha256:
             raise InputError(f"{path}: {name} is not that of the file in this folder; {remedy}")
     with translate_parser_errors(path, remedy):
-        model = config.section(Model, record["model"], f"{path}: model")
+        model = config.build_section(Model, record["model"], f"{path}: model")
         moments = None
         if hashes["moments_sha256"]:
             trees = _tree(folder / _MOMENTS)

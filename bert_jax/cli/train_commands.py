@@ -19,7 +19,10 @@ from bert_jax.cli.parsing import Argument, CommandTable, find_changed_flags, int
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, lock
+from bert_jax.storage.locks import lock
+from bert_jax.storage.workdir import (
+    Workdir,
+)
 
 if typing.TYPE_CHECKING:
     from bert_jax.checkpoints.fork import ForkPoint

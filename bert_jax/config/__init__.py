@@ -9,6 +9,7 @@ from bert_jax.config.data import Data
 from bert_jax.config.fields import Section
 from bert_jax.config.files import (
     FORMAT_VERSION,
+    build_section,
     differences,
     finetuning_of,
     flatten,
@@ -22,7 +23,6 @@ from bert_jax.config.files import (
     notes_on_settings,
     origin_of,
     override,
-    section,
     source_of,
     to_json,
 )
@@ -36,7 +36,7 @@ from bert_jax.config.finetuning import (
 )
 from bert_jax.config.model import Model
 from bert_jax.config.pretraining import (
-    SKIPPED_STEPS,
+    MAX_SKIPPED_STEPS,
     Experiment,
     Optimizer,
     Parallelism,

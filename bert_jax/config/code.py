@@ -1,8 +1,8 @@
 """Users' code: runs experiment files and tables, and loads their custom objectives and encoders.
 
-A config names such a function as FILE:FUNCTION:SHA256, where SHA256 is the hash of the file. A file
-is run only if the user names it: as EXPERIMENT, or by `--code` if its hash is the one in the
-config. Neither the copies in workdirs nor other files of a folder are ever run.
+A config names a custom objective or encoder as FILE:FUNCTION:SHA256, where SHA256 is the hash of
+the file. A file is run only if the user names it: as EXPERIMENT, or by `--code` if its hash is the
+one in the config. Neither the copies in workdirs nor other files of a folder are ever run.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _PATHS_VARIABLE = "BERT_JAX_CODE"
 _named_paths: list[str] = []
 # Name of the file's copy in a workdir.
 COPY = "experiment_code.py"
-# From the hash of a file that was run to its module namespace and its text.
+# {hash of a file that was run: (namespace of its module, its text)}.
 _loaded: dict[str, tuple[dict[str, Any], str]] = {}
 
 
@@ -35,25 +35,25 @@ def own(function: Callable[..., Any]) -> str:
 
     An experiment file calls it with its custom objective or encoder.
     """
-    names, name = getattr(function, "__globals__", {}), getattr(function, "__name__", "")
-    path = pathlib.Path(names.get("__file__", ""))
-    if path.suffix != ".py" or names.get(name) is not function:
+    namespace, name = getattr(function, "__globals__", {}), getattr(function, "__name__", "")
+    path = pathlib.Path(namespace.get("__file__", ""))
+    if path.suffix != ".py" or namespace.get(name) is not function:
         raise InputError(
             f"own({name or function!r}): give it a function of a .py file, not a nested one"
         )
     content, sha256 = _read(path)
-    if not content.endswith(b"\n"):  # launch scripts that hold the file would add it
+    if not content.endswith(b"\n"):  # a launch script, which embeds the file, would add it
         raise InputError(f"{path}: must end with a newline; add one")
     reference = f"{path.name}:{name}:{sha256}"
     if not CODE.fullmatch(reference):
         raise InputError(f"{path}: rename it; only letters, digits, _ . and - may be in its name")
-    _loaded[sha256] = names, content.decode()
+    _loaded[sha256] = namespace, content.decode()
     allow_code_file(str(path))
     return reference
 
 
 def allow_code_file(path: str) -> None:
-    """Allows a file to be run if a config names its hash, as `--code` does."""
+    """Allows a file to be run if a config names its hash: what `--code` does."""
     _read(pathlib.Path(path))
     _named_paths.append(os.path.abspath(path))
 
@@ -82,13 +82,13 @@ def _read(path: pathlib.Path) -> tuple[bytes, str]:
     return content, hashlib.sha256(content).hexdigest()
 
 
-def function(reference: str) -> Callable[..., Any]:
+def load_function(reference: str) -> Callable[..., Any]:
     """Returns the function of a reference; runs its file if the user named it."""
     file, name, _ = reference.split(":")
-    names, _ = _load(reference)
-    if not callable(names.get(name)):
+    namespace, _ = _load(reference)
+    if not callable(namespace.get(name)):
         raise InputError(f"{file}: defines no function {name}")
-    return names[name]
+    return namespace[name]
 
 
 def path_of(reference: str) -> pathlib.Path:
@@ -96,16 +96,16 @@ def path_of(reference: str) -> pathlib.Path:
     return pathlib.Path(_load(reference)[0]["__file__"])
 
 
-def files(section: Section) -> dict[str, str]:
+def code_copy(section: Section) -> dict[str, str]:
     """Returns the file with an experiment's custom code as {`COPY`: its text}, {} without code."""
-    references = [reference for _, reference in codes(section) if reference]
+    references = [reference for _, reference in code_references(section) if reference]
     if len({reference.rpartition(":")[2] for reference in references}) > 1:
         names = " and ".join(reference.partition(":")[0] for reference in references)
         raise InputError(f"data.code: code of two files, {names}; write both into one")
     return {COPY: _load(references[0])[1]} if references else {}
 
 
-def codes(section: Any) -> list[tuple[str, str]]:
+def code_references(section: Any) -> list[tuple[str, str]]:
     """Returns the fields of an experiment that name custom code, with their values."""
     inner = ((name, getattr(section, name, None)) for name in ("model", "data"))
     return [(f"{name}.code", value.code) for name, value in inner if hasattr(value, "code")]
@@ -139,21 +139,23 @@ def _load(reference: str) -> tuple[dict[str, Any], str]:
 def run_file(
     path: pathlib.Path, function: str, *kinds: type[Section]
 ) -> tuple[Any, tuple[str, Section] | None]:
-    """Runs a file and its function `experiment` or `table`.
+    """Runs a file and its function `experiment`, `table` or `suite`.
 
     Returns:
       The function's value; the file name and experiment of the parent that it changes, or None.
     """
     with report_failures(path), _importing_from(path.parent.resolve()) as imported:
-        names = runpy.run_path(str(path), run_name=path.stem)
-        if function not in names:
+        namespace = runpy.run_path(str(path), run_name=path.stem)
+        if function not in namespace:
             raise InputError(f"{path}: defines no {function}() -> {function.capitalize()}")
-        top_imports = imported()
-        value = names[function]()
+        top_imports = imported()  # which the copy in a workdir could not import
+        value = namespace[function]()
         if not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise InputError(f"{path}: {function}() returned {type(value).__name__}, not {wanted}")
-        if top_imports and any(code.startswith(f"{path.name}:") for _, code in codes(value)):
+        if top_imports and any(
+            code.startswith(f"{path.name}:") for _, code in code_references(value)
+        ):
             raise InputError(
                 f"{path}: a run keeps a copy of this file for its code, but not of "
                 f"{top_imports[0].__name__}.py; import that within {function}()"
@@ -189,7 +191,7 @@ def report_failures(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importing_from(folder: pathlib.Path) -> Iterator[Callable[[], list[Any]]]:
-    """Lets `import` find the files of a folder first; yields a function that lists the imported.
+    """Puts a folder first on the import path; yields a function that lists modules of its files.
 
     `sys.path` and the files' entries in `sys.modules` are restored at the end, since another folder
     may have a file of the same name.
@@ -202,7 +204,7 @@ def _importing_from(folder: pathlib.Path) -> Iterator[Callable[[], list[Any]]]:
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        # In the order in which their imports began: first what the file imports first.
+        # In the order in which their imports began: a module precedes those that it imports.
         yield lambda: [module for name, module in sys.modules.items() if name in names]
     finally:
         sys.path[:], sys.dont_write_bytecode = path, no_bytecode

@@ -20,9 +20,10 @@ class ObjectiveTraits(NamedTuple):
     """The form of the rows and the direction of the encoder that an objective needs."""
 
     units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row consists of
-    unpredicted: int  # positions without a target, if all others have one; 0: tokens are masked
+    # Positions of a row without a target, if all others have one; 0: masked tokens are the targets.
+    unpredicted: int
     direction: Literal["both", "left_to_right"]  # what tokens attend to
-    separates_documents: bool  # whether data.attention=per_document is allowed
+    allows_document_attention: bool  # data.attention=per_document
 
 
 OBJECTIVES = {
@@ -77,7 +78,10 @@ class Data(Section, role="identity", label="data"):
     def _problems(self) -> Iterator[Problem]:
         if self.mask_share + self.random_share > 1.0:
             yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
-        if self.attention != "whole_row" and not OBJECTIVES[self.objective].separates_documents:
+        if (
+            self.attention != "whole_row"
+            and not OBJECTIVES[self.objective].allows_document_attention
+        ):
             yield "attention", f"data.objective={self.objective} needs whole rows; remove it"
         if self.dupe_factor and self.final_masked_lm_prob:
             yield "final_masked_lm_prob", "repeated masks cannot change; set data.dupe_factor=0"
@@ -88,8 +92,13 @@ class Data(Section, role="identity", label="data"):
         return OBJECTIVES[self.objective].units
 
     @property
+    def is_masked(self) -> bool:
+        """Returns whether masked tokens are predicted, rather than the tokens of all positions."""
+        return not self.unpredicted
+
+    @property
     def unpredicted(self) -> int:
-        """Returns how many positions of a row have no target; 0: tokens are masked."""
+        """Returns how many positions of a row have no target, see `ObjectiveTraits`."""
         return OBJECTIVES[self.objective].unpredicted
 
     @property

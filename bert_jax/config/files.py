@@ -26,6 +26,9 @@ FORMAT_VERSION = 2
 # Experiment files that come with the package and can be given by their bare names.
 SHIPPED = pathlib.Path(__file__).parents[1] / "experiments"
 
+# Fields that hold sources.
+_SOURCE_FIELDS = ("sources", "train", "validation")
+
 T = typing.TypeVar("T", bound=Section)
 
 
@@ -62,8 +65,9 @@ def load_with_origin(
 ) -> tuple[T, dict[str, Any]]:
     """Reads EXPERIMENT, applies `--set` strings, and describes the origin of the result.
 
-    The description is a JSON object: the file, its parent (the experiment file that it changes; ""
-    if none), the strings, and the differences from the parent or, without one, from the defaults.
+    The description is a JSON object: the file, its parent (the experiment file that it imports and
+    changes in memory; "" if none), the strings, and the differences from the parent or, without
+    one, from the defaults.
     """
     loaded, parent = _load(path, kind)
     experiment = override(loaded, settings)
@@ -73,11 +77,11 @@ def load_with_origin(
 def finetuning_of(
     task: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
 ) -> tuple[Finetuning, dict[str, Any]]:
-    """Builds a fine-tuning from fields of its task, and its origin as `load_with_origin` does.
+    """Builds a fine-tuning from fields of its task; also returns its origin (`load_with_origin`).
 
-    `train` and `validation` are names of files, of which sources are made. The fine-tuning is named
-    after the last part of `workdir` or of the first training file. Fields and settings are checked
-    together: some kinds need fields that only settings give.
+    `train` and `validation` are names of files, which become sources. The fine-tuning is named
+    after the last part of `workdir` or of the first training file. The fields of `task` and the
+    `--set` strings are checked together: some kinds need a field that only `--set` can give.
     """
     if task.get("kind") == "minimal_pairs":
         raise InputError(
@@ -91,8 +95,7 @@ def finetuning_of(
     fields: dict[str, object] = {"max_sequence_length": 384} if kind == "span" else {}  # SQuAD's
     for split in ("train", "validation"):
         fields[split] = tuple(source_of(f"--{split}", kind, file) for file in task[split])
-    factories = {f.name: f.default_factory for f in dataclasses.fields(Finetuning)}
-    defaults = {n: dataclasses.asdict(f()) for n, f in factories.items() if callable(f)}
+    defaults = {n: dataclasses.asdict(s) for n, s in _default_sections(Finetuning).items()}
     tree = json.loads(json.dumps(defaults | {"name": name or "task", "task": {**task, **fields}}))
     _apply(tree, settings, _hints(Finetuning))
     experiment = _build(Finetuning, tree, "")
@@ -185,14 +188,10 @@ def _resolve_sources(experiment: Section, folder: pathlib.Path) -> Section:
 
     section_name = "corpus" if isinstance(experiment, Experiment) else "task"
     section = getattr(experiment, section_name)
-    names = [name for name in _SOURCES if hasattr(section, name)]
+    names = [name for name in _SOURCE_FIELDS if hasattr(section, name)]
     sources = {name: tuple(map(resolve, getattr(section, name))) for name in names}
     section = dataclasses.replace(section, **sources)
     return dataclasses.replace(experiment, **{section_name: section})
-
-
-# Fields that hold sources.
-_SOURCES = ("sources", "train", "validation")
 
 
 def _require_kind(kind: type, expected: type, where: str) -> None:
@@ -201,18 +200,23 @@ def _require_kind(kind: type, expected: type, where: str) -> None:
             Experiment: ("a pre-training, not a fine-tuning", "`bert-jax pretrain` takes it"),
             Finetuning: (
                 "a fine-tuning, not a pre-training",
-                "`bert-jax finetune` takes it, `predict` (with --score for scores), `embed` and "
-                "`checkpoints` take its run; to start another run from its weights, `export` it "
-                "and `import` the folder",
+                "use it with `bert-jax finetune`, and its run with `predict` (--score for scores), "
+                "`embed` and `checkpoints`; to start another run from its weights, `export` it and "
+                "`import` the folder",
             ),
         }[kind]
         raise InputError(f"{where}: is {description}; {commands}")
 
 
+def _default_sections(kind: type[Section]) -> dict[str, Any]:
+    """Returns the sections of an experiment that have only fields with defaults."""
+    factories = {f.name: f.default_factory for f in dataclasses.fields(kind)}
+    return {name: make() for name, make in factories.items() if callable(make)}
+
+
 def _differences_from_defaults(experiment: Section) -> list[str]:
-    """Lists differences section by section: phases, sources and tasks have no defaults."""
-    factories = {f.name: f.default_factory for f in dataclasses.fields(experiment)}
-    defaults = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
+    """Lists differences by section: no whole experiment has defaults, as sources are required."""
+    defaults = _default_sections(type(experiment))
     if isinstance(experiment, Experiment):
         defaults["corpus"] = Corpus(sources=experiment.corpus.sources)
     return [
@@ -233,7 +237,7 @@ def override(experiment: T, settings: Sequence[str]) -> T:
 
 
 def _hints(kind: type[Section], path: str = "") -> dict[str, Any]:
-    """Returns the types of a section's fields by their paths; it has no lists of sections."""
+    """Returns the types of fields by their paths; `kind` must have no lists of sections."""
     hints = {}
     for name, (hint, _) in fields_of(kind).items():
         if dataclasses.is_dataclass(hint):
@@ -256,7 +260,7 @@ def _apply(tree: dict[str, Any], settings: Sequence[str], hints: Mapping[str, An
         if path not in hints:
             inner = next((known for known in hints if known.startswith(f"{path}.")), "")
             hint = f"set one of its fields, e.g. {inner}" if inner else suggestion(path, hints)
-            raise InputError(f"--set {setting}: {path} is no field; {hint}")
+            raise InputError(f"--set {setting}: there is no field {path}; {hint}")
         node: Any = tree
         *parents, key = path.split(".")
         for parent in parents:
@@ -300,7 +304,7 @@ def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
             "bert-jax that wrote it"
         )
     _require_kind(kind_of(tree), kind, where)
-    built = section(kind, tree, where)
+    built = build_section(kind, tree, where)
     if isinstance(built, Experiment) and "eval_seed" not in tree.get("data", {}):
         # Before this field existed, the seed of the run drew the held-out rows.
         data = dataclasses.replace(built.data, eval_seed=built.seed)
@@ -321,8 +325,8 @@ def differences(old: Section, new: Section, role: str) -> list[str]:
     return [f"{path}: {a!r} -> {b!r}" for path, a, b in pairs if a != b]
 
 
-# Removed settings, each with the only value that older runs may have. None: any value, since the
-# setting had no effect without another removed one.
+# Removed settings, each with the one value that is accepted in configs of older runs. None: any
+# value, since the setting had no effect without another removed one.
 _REMOVED = {
     "data.packing": "none",
     "phases.N.examples_per_row": None,
@@ -337,6 +341,7 @@ def notes_on_settings(experiment: Section) -> list[str]:
     values, lines = dict(flatten(experiment)), []
     for path, section, name in _leaves(experiment, ""):
         for rule in fields_of(type(section))[name][1]:
+            # Rules on a field of the same section, without a dot, are errors (`fields.Section`).
             is_noted = isinstance(rule, RequiresValue) and "." in rule.field
             if is_noted and values[rule.field] not in rule.values and not section.is_default(name):
                 required = f"{rule.field}={' or '.join(rule.values)}"
@@ -353,7 +358,7 @@ def flatten(section: Section, role: str = "all") -> list[tuple[str, object]]:
     for path, owner, name in _leaves(section, ""):
         value = getattr(owner, name)
         if role in ("all", owner.role):
-            rows.append((path, tuple(map(source_name, value)) if name in _SOURCES else value))
+            rows.append((path, tuple(map(source_name, value)) if name in _SOURCE_FIELDS else value))
     return rows
 
 
@@ -370,7 +375,7 @@ def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Section, str]]
             yield path, section, name
 
 
-def section(kind: type[T], value: Any, where: str) -> T:
+def build_section(kind: type[T], value: Any, where: str) -> T:
     """Builds a section from its JSON object; error messages begin with `where`."""
     with prefix_errors(where):
         return _build(kind, value, "")
@@ -413,5 +418,5 @@ def _is_removed(path: str, value: object) -> bool:
     """Returns whether a setting was removed; raises InputError if its value had an effect."""
     field = re.sub(r"\.\d+\.", ".N.", path)
     if field in _REMOVED and _REMOVED[field] not in (None, value):
-        raise InputError(f"{path}={value!r}: is no more; use the bert-jax that wrote it")
+        raise InputError(f"{path}={value!r}: was removed; use the bert-jax that wrote this config")
     return field in _REMOVED

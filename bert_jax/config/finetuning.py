@@ -1,7 +1,7 @@
-"""The sections of a fine-tuning: the task, the adaptation of the base, and the vectors to learn.
+"""The config sections of a fine-tuning run: the task, the base's adaptation, and the vectors.
 
-Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu et al. 2021, the
-decay of the learning rate by layer Howard and Ruder 2018 and Clark et al. 2020.
+Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu et al. 2021; the
+decay of the learning rate by layer is from Howard and Ruder 2018 and Clark et al. 2020.
 """
 
 import copy
@@ -25,7 +25,7 @@ from bert_jax.config.fields import (
     subset_of,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
-from bert_jax.config.task_kinds import KINDS, LEARNED_KINDS, Kind, KindSpec, kinds_with
+from bert_jax.config.task_kinds import KINDS, TRAINABLE_KINDS, Kind, KindSpec, kinds_with
 from bert_jax.errors import InputError
 
 # Which layers of the encoder a tagger's BiLSTM reads; empty: no BiLSTM, only a linear head.
@@ -33,7 +33,7 @@ Features = Literal[
     "", "embeddings", "last", "second_to_last", "sum_last_four", "concat_last_four", "mixed"
 ]
 
-# Sources that end in a split or a method instead of a path.
+# Formats of sources with a last part after the path: a split, or how pairs are made.
 _SPLIT_FORMS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 
 _LORA_ONLY = RequiresValue("adapt.how", ("lora",))
@@ -44,7 +44,8 @@ def _only(field: str) -> RequiresValue:
 
 
 def _noted(field: str) -> RequiresValue:
-    # With other kinds this field was never an error, so a path (`task.kind`) makes it a note.
+    # With other kinds this field was never an error, so it only gives a note: `notes_on_settings`
+    # reports rules whose field is a path, such as `task.kind`.
     return RequiresValue("task.kind", kinds_with(field))
 
 
@@ -52,27 +53,27 @@ def _noted(field: str) -> RequiresValue:
 class Task(Section, role="identity", label="task"):
     """The task of a fine-tuning, and the sources of its examples.
 
-    `KINDS` has the formats for each kind; relative paths are relative to the current directory.
-    Columns are given by their names in the file's first line, in JSON or in TFDS. In CoNLL files
-    and in files without a header they are given by their numbers from 0. The columns of a span are
-    always SQuAD's.
+    `KINDS` has the formats for each kind. Paths that begin with `./` or `../` are relative to the
+    experiment file, others to the current directory. A column is named as in the file's first
+    line, in JSON or in TFDS; in CoNLL files and in files without a header it is a number from 0.
+    The columns of a span are always SQuAD's.
 
     `similar` also learns from `corpus:WORKDIR:HOW`, pairs of texts from a corpus that `prepare`
-    wrote. HOW is `neighbours` (text that ends with a sentence, and text that begins with the next
-    one), `crops` (two parts of a passage) or `twice` (a passage twice, with other dropout).
+    wrote. HOW is `neighbours` (two adjacent parts of a document, split between sentences), `crops`
+    (two parts of a passage) or `twice` (a passage twice, with different dropout).
 
     Minimal pairs are those of Warstadt et al. 2020.
     """
 
-    # What is predicted: a label of a text (classify), a label (pair) or number (regress) of a pair,
-    # one of several texts (choice), a label of each word (tag), a span of a context, another text
-    # (generate), the acceptable one of two texts (minimal_pairs), a vector of a text, close to
-    # those of similar texts (similar), or which texts answer a query best (rank).
+    # What is predicted. classify: a label of a text; pair: a label of two texts; regress: a number
+    # of two texts; choice: one of several texts; tag: a label of each word; span: a part of a
+    # context; generate: another text; minimal_pairs: the acceptable one of two texts; similar: a
+    # vector of a text, close to those of similar texts; rank: which texts answer a query best.
     kind: Kind
     # Sources of training examples: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; for similar also corpus:WORKDIR:HOW; for minimal_pairs none. For rank, texts
     # and scores are lists.
-    train: Annotated[tuple[str, ...], RequiresValue("kind", LEARNED_KINDS)] = ()
+    train: Annotated[tuple[str, ...], RequiresValue("kind", TRAINABLE_KINDS)] = ()
     # Sources of examples to score on; for similar and rank also beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
     # Whether a broken row is an error (stop), or skipped and counted: a row with a blank text or
@@ -98,10 +99,11 @@ class Task(Section, role="identity", label="task"):
     ] = "binary_cross_entropy"
     # For choice: the columns of the texts to choose from; the first is answer 0.
     choice_columns: Annotated[tuple[str, ...], _only("choice_columns")] = ()
-    # Column of the answer; for generate of the text to write, for minimal_pairs of the paradigm,
-    # for rank of the list of scores.
+    # Column of the answer. For generate: of the text to write; for minimal_pairs: of the paradigm;
+    # for rank: of the list of scores.
     label_column: str = "label"
-    # For minimal_pairs: column of the field of several paradigms, such as syntax; empty: none.
+    # For minimal_pairs: column of the category to which a paradigm belongs, such as syntax; empty:
+    # none.
     field_column: Annotated[str, _only("field_column")] = ""
     # All labels, in order; label 1 is the positive one for `f1`; empty: those of the training
     # examples, sorted. For choice, the names of the answers; empty: 0, 1, and so on.
@@ -110,7 +112,8 @@ class Task(Section, role="identity", label="task"):
     score: str = ""
     # Maximum number of tokens in a row; longer texts are truncated or read in windows.
     max_sequence_length: RowLength = 128
-    # For generate: maximum number of tokens of a target text and its end; the rest is truncated.
+    # For generate: maximum number of tokens of a target text, with the token that ends it; the
+    # rest is truncated.
     max_target_length: Annotated[RowLength, _noted("max_target_length")] = 128
     # For span: a long context is read in windows that begin this many tokens apart (SQuAD: 128 with
     # rows of 384).
@@ -130,10 +133,10 @@ class Task(Section, role="identity", label="task"):
     @property
     def main_score(self) -> str:
         """The score by which runs are compared."""
-        return self.score or ("ndcg@10" if self.ranks else self.spec.scores[0])
+        return self.score or ("ndcg@10" if self.is_scored_by_retrieval else self.spec.scores[0])
 
     @property
-    def ranks(self) -> bool:
+    def is_scored_by_retrieval(self) -> bool:
         """Returns whether the task is scored by retrieval."""
         return all(source.startswith("beir:") for source in self.validation)
 
@@ -152,7 +155,7 @@ class Task(Section, role="identity", label="task"):
         return tuple(filter(None, (self.label_column, self.field_column)))
 
     def with_fields(self, **fields: Any) -> "Task":
-        """Returns a copy with other fields, to read files with other columns.
+        """Returns a copy with some fields replaced, to read files with other columns.
 
         `train` and `validation` are not checked again: their columns differ from the new ones.
         """
@@ -168,14 +171,15 @@ class Task(Section, role="identity", label="task"):
     ) -> None:
         """Raises InputError, which names `where`, unless columns can be read from each source."""
         for source in sources:
-            word, _, path = source.partition(":")
+            file_format, _, path = source.partition(":")
             # A dataset name may end in a colon and a version, so the split is the last part.
-            parts = path.rpartition(":")[::2] if word in _SPLIT_FORMS else [path]
+            parts = path.rpartition(":")[::2] if file_format in _SPLIT_FORMS else [path]
             known = self.spec.sources
-            if word not in known or not all(parts):
-                forms = " or ".join(f"{word}:{_SPLIT_FORMS.get(word, 'FILE')}" for word in known)
+            if file_format not in known or not all(parts):
+                forms = " or ".join(f"{name}:{_SPLIT_FORMS.get(name, 'FILE')}" for name in known)
                 raise InputError(f"{where}: {source!r}: task.kind={self.kind} reads {forms}")
-            is_numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
+            has_no_header = file_format in ("tsv", "csv") and self.header == "none"
+            is_numbered = file_format == "conll" or has_no_header
             for column in columns:
                 if is_numbered and not (column.isascii() and column.isdecimal()):
                     raise InputError(
@@ -197,15 +201,16 @@ class Task(Section, role="identity", label="task"):
             yield "labels", "one is empty, or has blanks around it"
         if len(labels) == 1:
             yield "labels", "name at least two, or none"
+        # Formats that must be a split's only source, and that cannot be used for it.
         for name, alone, never in (("train", "corpus", "beir"), ("validation", "beir", "corpus")):
             sources = getattr(self, name)
-            words = [source.partition(":")[0] for source in sources]
-            if not sources and (name == "validation" or self.kind in LEARNED_KINDS):
+            formats = [source.partition(":")[0] for source in sources]
+            if not sources and (name == "validation" or self.kind in TRAINABLE_KINDS):
                 yield name, "name at least one source"
             self.require_readable(f"task.{name}", sources, columns)
-            if never in words:
-                yield name, f"{never}: cannot be used here; {kind} also reads tables"
-            if alone in words and len(words) > 1:
+            if never in formats:
+                yield name, f"{never}: cannot be used here; name a table, such as tsv:FILE"
+            if alone in formats and len(formats) > 1:
                 yield name, f"{alone}: cannot be combined with other sources; remove the others"
         if self.score not in ("", *self.spec.scores):
             yield "score", f"{kind} is scored by {', '.join(self.spec.scores)}"
@@ -220,8 +225,8 @@ class Adapt(Section, role="identity", label="adapt"):
     """The adaptation of a base to a task.
 
     `lora` adds low-rank products A B to kernels. The BiLSTM layers of `features` are each as wide
-    as the encoder: with a frozen encoder as in Devlin et al. 2018, Table 7; with a trained one, the
-    BiLSTM of their Table 5. `mixed` is ELMo's mixture of layers (Peters et al. 2018).
+    as the encoder. On a frozen encoder they are those of Devlin et al. 2018, Table 7; on a trained
+    one, those of Table 5. `mixed` is ELMo's mixture of layers (Peters et al. 2018).
     """
 
     # What is trained: everything (full), only the head (frozen), or the head and adapters (lora).
@@ -230,8 +235,9 @@ class Adapt(Section, role="identity", label="adapt"):
     # encoder: one, several, or all, mixed with learned weights; empty: no BiLSTM layers, the head
     # reads the last layer.
     features: Features = ""
-    # What a head over whole texts reads: the vector of [CLS] (in a left-to-right encoder of the
-    # last [SEP]), or the mean over all tokens; empty: as in the base's own head, else cls.
+    # What a head over whole texts reads: the vector of [CLS], or of the last [SEP] if the encoder
+    # is left-to-right (cls), or the mean over all tokens (mean); empty: as in the base's own head,
+    # else cls.
     pooling: Literal["", "cls", "mean"] = ""
     # For how=lora: rank of the adapters.
     lora_rank: Annotated[PositiveCount, _LORA_ONLY] = 8
@@ -355,8 +361,11 @@ class Finetuning(Section, role="identity", label="finetuning"):
             if name not in spec.settings and self._value_of(name) != default:
                 kinds = ", ".join(kinds_with(name))
                 yield name, f"not for task.kind={self.task.kind}, only for {kinds}; remove it"
-        if spec.adapts and how not in spec.adapts:
-            yield "adapt.how", f"not for task.kind={self.task.kind}; set it to {spec.adapts[0]}"
+        if spec.adapt_methods and how not in spec.adapt_methods:
+            yield (
+                "adapt.how",
+                f"not for task.kind={self.task.kind}; set it to {spec.adapt_methods[0]}",
+            )
         if "vectors" in spec.settings:
             yield from self._vector_problems()
         for name in ("watch", "probes", "corpus_dir", "replay_every"):
@@ -385,7 +394,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
         if reads_corpus and loss != "contrastive":
             yield "task.train", f"vectors.loss={loss}: give tables; a corpus has no scores"
         reads_pairs = not reads_corpus and loss != "distil"
-        if (reads_pairs or not task.ranks) and not task.second_column:
+        if (reads_pairs or not task.is_scored_by_retrieval) and not task.second_column:
             yield "task.second_column", "name the column of the text to compare with the first"
         if task.negative_column and (reads_corpus or loss != "contrastive"):
             yield "task.negative_column", "only for tables with vectors.loss=contrastive; remove it"

@@ -1,4 +1,4 @@
-"""The sections of a pre-training: what is computed, and where and how.
+"""The config sections of a pre-training run: what is computed, and where and how.
 
 A section has one of two roles. *Identity*: `Model`, `Corpus`, `Data`, `Phase` and `Optimizer` say
 what is computed; they may not change when a run resumes. *Placement*: `Parallelism` and `Run` say
@@ -31,10 +31,10 @@ from bert_jax.config.fields import (
 from bert_jax.config.model import Model
 from bert_jax.config.text_corpus import Corpus
 
-# Values of `run.trackers`: modules, and extras of the same name.
+# Allowed values of `run.trackers`; each is also the name of a module and of an extra.
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
 # Maximum number of skipped steps of a run.
-SKIPPED_STEPS = 64
+MAX_SKIPPED_STEPS = 64
 # Share of a row's tokens that are predicted (Devlin et al. 2018, section 3.1).
 _PAPER_SHARE = 0.15
 # Maximum number of traced steps: a trace is held in memory.
@@ -52,7 +52,7 @@ _Accumulation = Annotated[
     tuple[int, ...], FieldRule(lambda x: min(x, default=0) > 0, "must be at least 1")
 ]
 _BadStepCount = Annotated[
-    PositiveCount, FieldRule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")
+    PositiveCount, FieldRule(lambda n: n < MAX_SKIPPED_STEPS, f"below {MAX_SKIPPED_STEPS}")
 ]
 _WSD_ONLY, _MUON_ONLY = (
     RequiresValue("optimizer.schedule", ("wsd",)),
@@ -79,8 +79,8 @@ class Phase(Section, role="identity", label="phases"):
     max_predictions_per_seq: PositiveCount
     # Rows per step, over all devices.
     batch_size: PositiveCount = 256
-    # Objective of this phase instead of data.objective. The last phase and the held-out rows always
-    # use data.objective; empty: data.objective.
+    # Objective of this phase; empty: data.objective, which the last phase and the held-out rows
+    # always use.
     objective: Literal["", "mlm_nsp", "mlm_sop", "mlm", "causal"] = ""
     # Share of a row's tokens that are to be predicted in this phase; 0: data.masked_lm_prob.
     masked_lm_prob: Share = 0.0
@@ -100,10 +100,12 @@ class Phase(Section, role="identity", label="phases"):
 class Optimizer(Section, role="identity", label="optimizer"):
     """The update (Devlin et al. 2018, appendix A.2; You et al. 2019 for LAMB).
 
-    `bert_adam` is the reference's Adam: no bias correction, weight decay added to the update.
+    `bert_adam` is the Adam of google-research/bert: no bias correction, weight decay added to the
+    update.
     """
 
-    # The update rule. bert_adam: Adam without bias correction (a first update 3.16 times adamw's);
+    # The update rule. bert_adam: Adam without bias correction (with the default betas its first
+    # update is 3.16 times adamw's);
     # stable_adamw: AdamW with a lower rate for tensors whose gradients suddenly grow; muon:
     # orthogonal updates of the layers' matrices (Jordan et al. 2024), adamw for the rest.
     name: Literal["bert_adam", "adamw", "lamb", "stable_adamw", "muon"] = "bert_adam"
@@ -111,9 +113,10 @@ class Optimizer(Section, role="identity", label="optimizer"):
     peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
     warmup_steps: Count = 10_000
-    # paper: linear decay from the peak at step 0 to zero at the end, of which a linear warm-up to
-    # the peak replaces the first steps, so that the rate drops where they meet; wsd: warm-up,
-    # constant peak rate, decay in the last decay_steps.
+    # paper: linear decay that would be at the peak in step 0 and is zero at the end; in the first
+    # warmup_steps a linear rise to the peak is used instead, so the rate jumps down after them.
+    # linear, cosine: warm-up, then decay from the peak to zero. wsd: warm-up, constant peak rate,
+    # decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # For schedule=wsd: number of last steps in which the rate falls to 0; 0: it stays constant.
     decay_steps: Annotated[Count, _WSD_ONLY] = 0
@@ -132,11 +135,12 @@ class Optimizer(Section, role="identity", label="optimizer"):
     # Weight decay of kernels and embeddings; biases and layer norms have none.
     weight_decay: Annotated[float, minimum(0)] = 0.01
     # What is clipped by its norm. global: the mean gradient of the batch; per_replica: the gradient
-    # of each of reference_replicas groups of rows, before they are summed, as in the reference.
+    # of each of reference_replicas groups of rows, before they are summed.
     clip: Literal["global", "per_replica", "none"] = "global"
     # A gradient with a larger norm is scaled down to this norm.
     clip_norm: Annotated[Positive, RequiresValue("optimizer.clip", ("global", "per_replica"))] = 1.0
-    # For clip=per_replica: number of groups of rows, each clipped by its own norm.
+    # For clip=per_replica: number of groups of rows, each clipped by its own norm, as each
+    # replica of google-research/bert clips its own.
     reference_replicas: Annotated[
         PositiveCount, RequiresValue("optimizer.clip", ("per_replica",))
     ] = 1
@@ -159,13 +163,13 @@ class Parallelism(Section, role="placement", label="parallelism"):
 
     # How parameters and optimizer state are sharded. replicated: not at all; zero1: all parameters
     # are gathered once a step; zero3: those of each layer are gathered when the layer runs (on
-    # TPUs, small parameters before the first layer).
+    # TPUs, small parameters are all gathered before the first layer).
     state: Literal["replicated", "zero1", "zero3"] = "replicated"
-    # Number of replica groups: state is sharded within a group, and only gradients cross groups,
-    # once a step. Each TPU slice needs at least one group; devices of a group are neighbours.
+    # Number of replica groups, at least one for each TPU slice: state is sharded within a group,
+    # and only gradients cross groups, once a step. Devices of a group are neighbours.
     slices: PositiveCount = 1
-    # Number of devices that share a row: attention heads, feed-forward blocks and vocabulary are
-    # split.
+    # Degree of tensor parallelism: number of devices over which attention heads, feed-forward
+    # blocks and vocabulary are split.
     tensor: PositiveCount = 1
     # Micro-batches per step: one number for all phases, or one for each phase.
     accumulation: _Accumulation = (1,)
@@ -207,7 +211,7 @@ class Run(Section, role="placement", label="run"):
     # For several slices: seconds that a start waits for missing slices. Then the run starts with
     # the largest number of present slices that divides its batches.
     wait_for_slices_seconds: PositiveCount = 300
-    # After how many steps TPU chips compute a step several times to check their arithmetic; 0:
+    # Steps between those in which TPU chips repeat each operation to check their arithmetic; 0:
     # never. Only on TPUs. A chip that fails the check ends the run; run again on another machine.
     check_every: Count = 0
     # Steps between recompute checks, in which two devices compute the same rows and must agree to
@@ -265,12 +269,12 @@ class Experiment(Section, role="identity", label="experiment"):
         return self.ends[-1]
 
     def phase_at(self, done: int) -> tuple[int, int]:
-        """Returns the index of the phase after `done` steps, and the number of steps before it."""
+        """Returns the index of the phase with the step after `done`, and the steps before it."""
         number = bisect.bisect_right(self.ends, done)
         return number, self.ends[number] - self.phases[number].steps
 
     def rows_after(self, done: int) -> list[int]:
-        """Returns the first row of each phase that `done` steps have not trained on."""
+        """Returns for each phase its first row that is not trained on after `done` steps."""
         rows = []
         for phase in self.phases:
             rows.append(phase.row_offset + min(done, phase.steps) * phase.batch_size)
@@ -291,10 +295,10 @@ class Experiment(Section, role="identity", label="experiment"):
         return replace(self.model, global_rotary_base=base, direction=direction)
 
     def model_after(self, done: int) -> Model:
-        """Returns the model section of step `done`, the last one; with 0, that of step 1."""
+        """Returns the model section used in the latest of `done` steps; after 0, that of step 1."""
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
 
-    def model_scored(self, done: int) -> Model:
+    def model_for_scoring(self, done: int) -> Model:
         """Returns the model section after `done` steps for scoring by data.objective."""
         return replace(self.model_after(done), direction=self.model.direction)
 
@@ -324,13 +328,14 @@ class Experiment(Section, role="identity", label="experiment"):
             why = f"longer than the position table, model.max_position_embeddings={table}"
             yield f"{prefix}sequence_length", why
         name, count = f"{prefix}max_predictions_per_seq", length - data.unpredicted
-        if data.unpredicted and self._value_of(name) != count:
+        if not data.is_masked and self._value_of(name) != count:
             yield name, f"objective={data.objective} predicts all tokens; set it to {count}"
 
     def _phase_problems(self, number: int, phase: Phase) -> Iterator[Problem]:
         yield from self._phase_objective_problems(number)
         share, length = self.data_of(number).largest_masked_share, phase.sequence_length
-        # As in the reference, max_predictions_per_seq may truncate the paper's share.
+        # Up to the paper's share max_predictions_per_seq may cut off masks, as in
+        # google-research/bert.
         if share > _PAPER_SHARE and round(share * length) > phase.max_predictions_per_seq:
             settings = "data.masked_lm_prob and data.final_masked_lm_prob ask"
             if phase.masked_lm_prob:
@@ -354,15 +359,20 @@ class Experiment(Section, role="identity", label="experiment"):
         objectives = {phase.objective or data.objective for phase in self.phases}
         for objective in sorted(objectives):
             why = f"objective={objective}"
-            if OBJECTIVES[objective].units != "sentences" and model.type_vocab_size < 2:
+            has_pairs = OBJECTIVES[objective].units != "sentences"
+            if has_pairs and model.type_vocab_size < 2:
                 yield "model.type_vocab_size", f"{why} has pairs of two segments; set it to 2"
             if objective == "causal" and model.code:
                 yield "model.code", f"{why} needs causal attention; remove the custom encoder"
+        # A custom objective may draw dropout, too. Only threefry8 draws equal bits on all devices.
         has_dropout = model.hidden_dropout_prob or model.attention_probs_dropout_prob
         if run.replay_every and model.dropout_rng != "threefry8" and (has_dropout or data.code):
-            why = f"model.dropout_rng={model.dropout_rng} drops other elements on each device"
-            yield "run.replay_every", f"{why}; set it to threefry8, or run.replay_every=0"
-        if traits.unpredicted and run.watch:
+            why = f"model.dropout_rng={model.dropout_rng} drops different elements on each device"
+            yield (
+                "run.replay_every",
+                f"{why}; set model.dropout_rng=threefry8, or run.replay_every=0",
+            )
+        if not data.is_masked and run.watch:
             yield (
                 "run.watch",
                 f"cannot be used with {setting}, which predicts no [MASK]; use --set run.watch=",
@@ -382,7 +392,7 @@ class Experiment(Section, role="identity", label="experiment"):
             )
         if data.code:
             yield "objective", "data.code is the objective of all phases; remove this field"
-        if data.attention != "whole_row" and not OBJECTIVES[objective].separates_documents:
+        if data.attention != "whole_row" and not OBJECTIVES[objective].allows_document_attention:
             yield "objective", f"needs whole rows; remove data.attention={data.attention}"
 
     def _parallelism_problems(self) -> Iterator[Problem]:

@@ -21,14 +21,14 @@ class KindSpec:
 
     implementation: str  # MODULE:CLASS of `bert_jax.tasks`
     scores: tuple[str, ...]  # allowed values of `task.score`; the first is the default
-    # Fields of `Task` that name the columns of an example's texts; for `span`, whose columns are
-    # fixed, the columns.
+    # Fields of `Task` that name the columns of an example's texts; for `span`, whose columns have
+    # fixed names, these names.
     text_columns: tuple[str, ...] = ("text_column",)
     # Settings that not all kinds have: fields of `Task`, or names such as adapt.pooling.
     settings: tuple[str, ...] = ()
     sources: tuple[str, ...] = _TABLES  # formats from which examples can be read
     # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
-    adapts: tuple[str, ...] = ("full", "frozen", "lora")
+    adapt_methods: tuple[str, ...] = ("full", "frozen", "lora")
     problems: Callable[[Any], Iterable[Problem]] = lambda task: ()  # checks a `Task` of the kind
 
     @functools.cached_property
@@ -56,11 +56,11 @@ def _choice_problems(task: Any) -> Iterator[Problem]:
 def _span_problems(task: Any) -> Iterator[Problem]:
     # A window holds [CLS], a question, a part of the context and two [SEP].
     room = task.max_sequence_length - task.max_query_length - 3
-    length = f"task.max_sequence_length={task.max_sequence_length} (SQuAD: 384)"
+    rows = f"task.max_sequence_length={task.max_sequence_length} (SQuAD: 384)"
     if room <= 0:
-        yield "max_query_length", f"{length} has no room for a context next to the question"
+        yield "max_query_length", f"{rows} has no room for a context next to the question"
     if task.document_stride > room:
-        why = f"{length} has room for {room} tokens next to a question of up to "
+        why = f"{rows} has room for {room} tokens next to a question of up to "
         yield "document_stride", f"{why}task.max_query_length={task.max_query_length}"
 
 
@@ -97,13 +97,16 @@ KINDS = {
         problems=_span_problems,
     ),
     "generate": KindSpec(
-        "generate:Generate", ("chrf", "bleu"), settings=("max_target_length",), adapts=("full",)
+        "generate:Generate",
+        ("chrf", "bleu"),
+        settings=("max_target_length",),
+        adapt_methods=("full",),
     ),
     "minimal_pairs": KindSpec(
         "minimal_pairs:MinimalPairsKind",
         ("accuracy",),
         settings=("field_column",),  # the column of a pair's category
-        adapts=(),
+        adapt_methods=(),
         **_PAIR,
     ),
     "similar": KindSpec(
@@ -113,7 +116,7 @@ KINDS = {
         (*_TWO_TEXTS, "negative_column"),
         ("query_prefix", "text_prefix", "vectors"),
         (*_TABLES, "corpus", "beir"),
-        adapts=("full", "lora"),
+        adapt_methods=("full", "lora"),
     ),
     "rank": KindSpec(
         "rank:Rank",
@@ -125,7 +128,7 @@ KINDS = {
 }
 
 # Kinds on which a model can be fine-tuned.
-LEARNED_KINDS = tuple(kind for kind, spec in KINDS.items() if spec.adapts)
+TRAINABLE_KINDS = tuple(kind for kind, spec in KINDS.items() if spec.adapt_methods)
 
 # A value of `task.kind`.
 Kind = Literal[tuple(KINDS)]  # pyrefly: ignore[invalid-literal]

@@ -40,7 +40,9 @@ def run(items: Sequence[work_items.WorkItem], options: str) -> list[dict[str, An
 def shared_folder(options: str) -> str:
     """Returns a folder in the bucket of --temp_location; "" if that names no bucket."""
     folder = _parse_options(options).get_all_options().get("temp_location") or ""
-    return f"{folder.rstrip('/')}/bert_jax" if "://" in folder and buckets.is_gs_url(folder) else ""
+    return (
+        f"{folder.rstrip('/')}/bert_jax" if "://" in folder and buckets.is_in_bucket(folder) else ""
+    )
 
 
 def _run_pipeline(items: Sequence[work_items.WorkItem], options: str) -> None:

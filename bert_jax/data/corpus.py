@@ -28,12 +28,11 @@ from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stre
 from bert_jax.data.build import Report
 from bert_jax.errors import InputError, Unavailable, printable
 from bert_jax.storage import buckets, copies, mirror
+from bert_jax.storage.locks import Holder, lock
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     COMPLETE,
-    Holder,
     is_complete,
-    lock,
     mark_complete,
     parse_json,
     translate_os_errors,
@@ -122,7 +121,7 @@ def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path
         return folder
     manifest = open_manifest(folder)
     text, listed = json.dumps(manifest, indent=2) + "\n", manifest["files"]
-    with copies.lock_copy(folder) as copy:
+    with copies.lock_corpus_copy(folder) as copy:
         path = copy / "manifest.json"
         if not path.exists() or path.read_bytes() != text.encode():
             copy.rmtree(missing_ok=True)  # a copy of another corpus
@@ -167,12 +166,14 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         FORMAT_VERSION,
         f"use the bert-jax that wrote it; for new runs choose another {_FOLDER_FIELD}, or remove "
         f"{folder} to prepare it again",
-        "put the whole file back",
+        "restore the original file",
         checksum="required",
     )
     for name in manifest["files"]:
         if os.path.isabs(name) or ".." in name.split("/"):
-            raise InputError(f"{path}: names {name}, which lies elsewhere; put the whole file back")
+            raise InputError(
+                f"{path}: names {name}, which lies elsewhere; restore the original file"
+            )
     return manifest
 
 
@@ -271,7 +272,7 @@ def _remedy(folder: epath.Path, name: str) -> str:
         return f"remove {folder} and run again to copy it again"
     return {
         "tokenizer": f"put its own tokenizer back, or remove {folder} to prepare it again",
-        "dataset": f"put the whole file back, or remove {folder} to prepare it again",
+        "dataset": f"restore the original file, or remove {folder} to prepare it again",
         "stream": f"remove {folder / 'stream'} and run again to make it again from the dataset",
     }[name.partition("/")[0]]
 
@@ -416,7 +417,7 @@ def _prepare_in_bucket(
     if COMPLETE in names:
         return _reuse(corpus, vocab_size, folder, report)
     buckets.require_writable(folder)  # checked first: to read the text may take hours
-    with copies.lock_copy(folder) as copy:
+    with copies.lock_corpus_copy(folder) as copy:
         if storage.exists(folder / COMPLETE):  # completed while this process waited for the copy
             return _reuse(corpus, vocab_size, folder, report)
         local = copy.parent / f"{copy.name}.made"

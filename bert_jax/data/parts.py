@@ -64,7 +64,7 @@ class Part:
 
     def local_objects(self) -> contextlib.AbstractContextManager[None]:
         """Makes this thread read the objects of this part from local copies inside the context."""
-        objects = {e.path: e.listed for e in self.extents if e.listed}
+        objects = {e.path: e.entry for e in self.extents if e.entry}
         if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
             objects = {p: entry for p, entry in objects.items() if entry.size <= PART_BYTES}
         return copies.use_local_copies(objects)
@@ -99,7 +99,9 @@ def plan(corpus: Corpus) -> list[Part]:
     sizes: list[int] = []
     for source in corpus.split_by_source():
         for extent in documents.extents(source, PART_BYTES):
-            is_compressed = extent.kind == "tfds" or line_reader.codec_ending(extent.path) != ""
+            is_compressed = (
+                extent.kind == "tfds" or line_reader.compression_ending(extent.path) != ""
+            )
             size = extent.bytes * (_COMPRESSION if is_compressed else 1)
             if not parts or sizes[-1] + size > PART_BYTES:
                 parts.append([])
@@ -114,7 +116,7 @@ def plan(corpus: Corpus) -> list[Part]:
 
     def find_files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:
         # The metadata identifies a TFDS dataset.
-        paths = {f"{e.folder}/dataset_info.json" if e.folder else e.path: e.listed for e in part}
+        paths = {f"{e.folder}/dataset_info.json" if e.folder else e.path: e.entry for e in part}
         return tuple(itertools.starmap(read_state, paths.items()))
 
     return [Part(tuple(p), find_files(p), size) for p, size in zip(parts, sizes, strict=True)]
@@ -407,7 +409,7 @@ def _read_with_ticks(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Doc
     The text of a compressed file has an unknown length, so `tick` receives bytes of the file,
     counted as `plan` counts them.
     """
-    is_compressed = line_reader.codec_ending(extent.path) != ""
+    is_compressed = line_reader.compression_ending(extent.path) != ""
     position = reported = 0
 
     def on_read(new_position: int) -> None:

@@ -33,9 +33,9 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
-    new_file,
     open_without_links,
     parse_json,
+    replace_atomically,
     translate_os_errors,
     with_checksum,
 )
@@ -98,7 +98,7 @@ def read(path: str) -> np.ndarray | None:
 def write(path: str, stream: Stream, spec: PlanSpec, epoch: int) -> None:
     """Makes a plan and writes it; deletes the least recently used plans."""
     chunks, order = spec.make(stream, epoch)
-    with new_file(epath.Path(path)) as temporary, open(temporary, "wb") as file:
+    with replace_atomically(epath.Path(path)) as temporary, open(temporary, "wb") as file:
         header = {"descr": chunks.dtype.descr, "fortran_order": False, "shape": chunks.shape}
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, len(order), _WRITE_CHUNKS):

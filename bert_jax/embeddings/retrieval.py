@@ -17,7 +17,7 @@ from bert_jax.embeddings import bm25
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.process import logger
-from bert_jax.text.records import encodable
+from bert_jax.text.records import replace_surrogates
 
 # Scores depend on the first texts of a ranking only.
 _DEPTH = 10
@@ -69,7 +69,7 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
                 for name, text in texts.items():
                     if not isinstance(text, str):
                         raise InputError(f"{location}: {name}={text!r}: must be a string")
-                    texts[name] = encodable(text)
+                    texts[name] = replace_surrogates(text)
                 if not "".join(texts.values()).strip():
                     raise InputError(f"{location}: the text is blank; add text or remove the line")
                 record_id = str(record["_id"])

@@ -25,12 +25,12 @@ from bert_jax.checkpoints.base import Base, flatten
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.embeddings.embed import Embedder
 from bert_jax.errors import InputError, pluralize
+from bert_jax.storage.locks import lock
 from bert_jax.storage.workdir import (
     absolute,
     create_folder,
-    lock,
-    new_file,
     read_json,
+    replace_atomically,
     translate_os_errors,
     write_atomic,
 )
@@ -185,7 +185,11 @@ def answer_file(search: Search, queries: str, out: epath.Path) -> None:
     Each is `{"query": "...", "nearest": [{"line": 3, "score": 0.71, "text": "..."}, ...]}`.
     """
     path = absolute(out)
-    with create_folder(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
+    with (
+        create_folder(path.parent),
+        replace_atomically(path) as unfinished,
+        unfinished.open("w") as file,
+    ):
         texts = (text for _, text in line_reader.read([queries]))
         while batch := list(itertools.islice(texts, _QUERIES)):
             for query, hits in zip(batch, search(batch), strict=True):

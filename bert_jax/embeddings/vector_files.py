@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import absolute, create_folder, new_file, require_local
+from bert_jax.storage.workdir import absolute, create_folder, replace_atomically, require_local
 
 # Writes vectors [rows, W], and the tokens of each text if the vectors are of tokens.
 Sink = Callable[[np.ndarray, list[list[str]] | None], None]
@@ -48,7 +48,7 @@ def open_writer(
     path = absolute(path)
     with (
         create_folder(path.parent),
-        new_file(path) as unfinished,
+        replace_atomically(path) as unfinished,
         open(os.fspath(unfinished), "wb") as file,
         _WRITERS[path.suffix](file, width, longest_token, dtype) as add,
     ):

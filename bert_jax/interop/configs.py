@@ -229,17 +229,17 @@ def _roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
         if type(value) is not int or value < 0:
             raise InputError(f"{path}: {name}={value!r}: must be a whole number")
     values |= {"position_offset": first + 1, "max_position_embeddings": rows - first - 1}
-    return config.section(Model, values, str(path))
+    return config.build_section(Model, values, str(path))
 
 
 def _distilbert(path: epath.Path, fields: dict[str, Any]) -> Model:
     values = _convert(path, _DISTILBERT_KEYS, fields)
-    return config.section(Model, values | {"type_vocab_size": 0}, str(path))
+    return config.build_section(Model, values | {"type_vocab_size": 0}, str(path))
 
 
 def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
     """Returns the Model section of the fields of BERT's configurations."""
-    return config.section(Model, _convert(path, _BERT_KEYS, fields), str(path))
+    return config.build_section(Model, _convert(path, _BERT_KEYS, fields), str(path))
 
 
 def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
@@ -255,7 +255,7 @@ def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
             values["local_window"] = window // 2 * 2 - _ITSELF
     if every == 1:  # no layer has a window
         del values["local_window"], values["local_rotary_base"], values["local_rotary_scaling"]
-    return config.section(Model, values, str(path))
+    return config.build_section(Model, values, str(path))
 
 
 def _global_every(path: epath.Path, fields: dict[str, Any], count: Any) -> Any:

@@ -145,7 +145,7 @@ _WORDPIECE_DEFAULTS |= {"continuing_subword_prefix": "##"}
 _NORMALIZER_DEFAULTS = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
 _NORMALIZER_DEFAULTS |= {"lowercase": True}
 # What an error message advises.
-_SAVE_AGAIN = f"save the tokenizer again; {library.CONVERT}"
+_SAVE_AGAIN = f"save the tokenizer again; {library.CONVERT_ADVICE}"
 
 
 class Settings:

@@ -59,7 +59,7 @@ def read(folder: epath.Path, settings: Settings | None = None) -> tokenizer_lib.
 def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     for name in _OTHERS:
         if (folder / name).exists() and not any((folder / file).exists() for file in _OURS):
-            raise InputError(f"{folder / name}: not supported; {library.CONVERT}")
+            raise InputError(f"{folder / name}: not supported; {library.CONVERT_ADVICE}")
     fast, parts = folder / library.FILE, settings.tokenizer_json
     config_path = folder / "tokenizer_config.json"
     is_generic = settings.tokenizer_class in GENERIC_CLASSES

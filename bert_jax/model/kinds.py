@@ -47,7 +47,7 @@ _TRANSFORMER = OwnEncoder(
 
 def encoder_of(cfg: Model) -> OwnEncoder:
     """Returns the functions of the encoder: the transformer's, or those of custom code."""
-    return code.function(cfg.code)() if cfg.code else _TRANSFORMER
+    return code.load_function(cfg.code)() if cfg.code else _TRANSFORMER
 
 
 def encode(

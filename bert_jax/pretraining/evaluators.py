@@ -119,7 +119,7 @@ class HeldOut:
         """
         experiment, mesh = self.experiment, self.mesh
         objective = objective_lib.pretraining_objective(
-            experiment.model_scored(done), experiment.data
+            experiment.model_for_scoring(done), experiment.data
         )
         sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
         sums = feed.put(sums, mesh_lib.replicated(mesh))

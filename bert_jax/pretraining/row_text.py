@@ -77,7 +77,7 @@ def row_tokens(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[S
     """Returns the tokens of one row, without padding; causal targets are not marked."""
     columns = ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights")
     predicted = zip(*(batch[name][i].tolist() for name in columns), strict=True)
-    truth = {} if data.unpredicted else {p: label for p, label, weight in predicted if weight}
+    truth = {} if not data.is_masked else {p: label for p, label, weight in predicted if weight}
     ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
     shown = [printable(tokenizer.token(token)) for token in ids]
     labels = [printable(tokenizer.token(truth[p])) if p in truth else None for p in range(len(ids))]

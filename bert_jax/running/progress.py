@@ -38,7 +38,7 @@ from bert_jax import foreign
 from bert_jax.errors import InputError, Unavailable, duration
 from bert_jax.model import losses
 from bert_jax.process import logger
-from bert_jax.storage.workdir import Workdir, create_folder, new_file, translate_os_errors
+from bert_jax.storage.workdir import Workdir, create_folder, replace_atomically, translate_os_errors
 
 # Name of the annotation around each step; XProf looks for its step number.
 _STEP = "train"
@@ -353,6 +353,6 @@ class Profile:
             for path in sorted(local.glob("plugins/profile/*/*")):
                 copy = target / f"process_{self._process}.{path.name}"
                 copies.callback(copy.unlink, missing_ok=True)
-                with new_file(copy) as temporary:
+                with replace_atomically(copy) as temporary:
                     shutil.copyfile(path, temporary)
             copies.pop_all()

@@ -27,6 +27,7 @@ from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.trainer import Trainer
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage import retry
+from bert_jax.storage.locks import lock
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
@@ -34,7 +35,6 @@ from bert_jax.storage.workdir import (
     DiskFull,
     Workdir,
     fork_record,
-    lock,
     write_atomic,
     write_json,
 )
@@ -112,7 +112,7 @@ def _write_experiment(
 ) -> None:
     """Writes the experiment on all slices, even if some are missing now, and its origin."""
     write_atomic(workdir.experiment, config.to_json(experiment))
-    for name, source in code.files(experiment).items():
+    for name, source in code.code_copy(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
         if (fork := fork_record(workdir)) and saves.checkpoints.steps:  # the run stays a fork

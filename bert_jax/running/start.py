@@ -24,7 +24,7 @@ import numpy as np
 
 from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.checkpoints.load import Checkpoints, Restored
-from bert_jax.config import SKIPPED_STEPS
+from bert_jax.config import MAX_SKIPPED_STEPS
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running.context import Context
@@ -296,7 +296,7 @@ def describe_error(error: Divergence | SilentCorruption, done: int, peers: Peers
 
 def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
     """Returns the state with these steps as the ones that it skips."""
-    slots = np.full(SKIPPED_STEPS, -1, np.int32)
+    slots = np.full(MAX_SKIPPED_STEPS, -1, np.int32)
     slots[: len(steps)] = steps
     return state | {"skipped_steps": feed.put(slots, state["skipped_steps"].sharding)}
 
@@ -306,7 +306,7 @@ def require_excludable(error: Divergence, skipped: Iterable[int], experiment: An
     count, bad = len([*skipped]), error.bad
     if experiment.optimizer.after_bad_steps == "stop":
         reason = "optimizer.after_bad_steps=stop"
-    elif len(exclude_steps(skipped, bad)[0]) > SKIPPED_STEPS:
+    elif len(exclude_steps(skipped, bad)[0]) > MAX_SKIPPED_STEPS:
         reason = f"{count} steps are skipped already"
     else:
         return

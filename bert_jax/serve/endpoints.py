@@ -14,7 +14,7 @@ from bert_jax.embeddings.embed import Embedder
 from bert_jax.errors import InputError, pluralize
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.finetuned_model import TaskModel
-from bert_jax.text.records import encodable
+from bert_jax.text.records import replace_surrogates
 
 # A text or an example of a request, and its cost in rows: its own rows, and one for this many
 # characters to tokenize.
@@ -189,7 +189,7 @@ def _parse_input(body: dict[str, Any], size: int, most: int) -> list[list[str]]:
             why = f"an example of this task has {pluralize(size, 'text')}"
         elif not all(isinstance(text, str) for text in texts):
             why = "must be a text; token ids are not supported"
-        elif encodable("".join(texts)) != "".join(texts):
+        elif replace_surrogates("".join(texts)) != "".join(texts):
             why = "is not text: contains half of a surrogate pair"
         if why:
             raise RequestError(400, f"input[{number}]: {why}", "input")

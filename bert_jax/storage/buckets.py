@@ -2,13 +2,14 @@
 
 An object is whole or missing; nothing is renamed or appended. Every call retries while the network
 fails, for ten minutes by default, and then raises `Unavailable`. A missing bucket, and a permission
-that is denied at its first use, are bad input. A permission that is denied later means that a token
-has expired, and is retried.
+that is denied at its first use, are bad input. A request that is denied after an earlier success is
+retried, since a token has probably expired.
 
 Content is read from one generation of an object and compared with the size and the CRC32C that the
-bucket gives. Listings, entries of objects, and ranges have no checksum: they are requested twice,
-and both responses must be equal. Exceptions are `exists`, `names`, and what is only a step to a
-whole content (`read`, `read_range`). A mismatch is retried like a network fault.
+bucket gives. Listings, metadata of objects, and ranges have no checksum: they are requested twice,
+and both responses must be equal. Requested once are what `exists` and `names` ask, and parts of a
+content that is verified as a whole (`read`, `read_range`). A mismatch is retried like a fault of
+the network.
 """
 
 import base64
@@ -39,8 +40,8 @@ _PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "de
 _PROBE = ".bert_jax.tmp"  # written and removed to test the permissions
 # Bytes that are read at a time from a disk, and from an opened object.
 _BLOCK, _RANGE = 2**20, 2**22
-# Time limits in seconds: of a request, of a connection, and between two bytes of a response.
-_REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
+# Timeouts in seconds: of a request, of a connection, and between two bytes of a response.
+_REQUEST_TIMEOUT, _CONNECT_TIMEOUT, _READ_TIMEOUT = 600.0, 30.0, 120.0
 
 # Each (bucket, action) that has succeeded.
 _granted: set[tuple[str, Action]] = set()
@@ -53,20 +54,22 @@ class ObjectEntry(NamedTuple):
     crc32c: str  # of the content, base64
     updated: str  # the time of the last write, RFC 3339
     generation: str  # changes with every write
-    encoding: str  # Content-Encoding; clients decompress gzip, so that no size or checksum fits
+    # Content-Encoding. Clients decompress gzip, and then size and checksum do not fit.
+    encoding: str
 
 
 class Replaced(ConnectionError):
     """The object was replaced or removed after its entry was read."""
 
 
-# {path of an object: local copy}: in this thread, `open` opens the copy (see `copies`).
+# {path of an object: local copy}: in this thread, `BucketStorage.open` opens the copy; see
+# `copies`.
 local_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "local_copies", default=types.MappingProxyType({})
 )
 
 
-def is_gs_url(path: epath.PathLike) -> bool:
+def is_in_bucket(path: epath.PathLike) -> bool:
     """Returns whether the path lies in a bucket; raises InputError for another kind of URL."""
     name = os.fspath(path)
     if "://" not in name:
@@ -106,7 +109,7 @@ class BucketStorage:
                 headers, content = _client().call("GET", "b/{}/o/{}", *split(path), alt="media")
                 if "x-goog-hash" in headers and not gcs.is_decompressed(headers):
                     return content  # `gcs` has compared size and checksum
-                current = _request_entry_once(path)  # the content is requested again, to fit this
+                current = _fetch_unverified_entry(path)  # below, this generation is requested
             content = _request_content(path, current, 0, current.size)
             if not _matches_checksum(google_crc32c.Checksum(content), current):
                 raise ConnectionError(f"{path}: the content does not match the bucket's checksum")
@@ -143,7 +146,7 @@ class BucketStorage:
     def exists(self, path: epath.Path) -> bool:
         """Returns whether the object exists."""
         try:
-            _retry("read", path, functools.partial(_request_entry_once, path))
+            _retry("read", path, functools.partial(_fetch_unverified_entry, path))
         except FileNotFoundError:
             return False
         return True
@@ -157,8 +160,9 @@ class BucketStorage:
     def cache_reads(self, folder: epath.PathLike) -> Iterator[None]:
         """Answers requests of epath and Orbax about a folder from one listing of the folder.
 
-        Small contents are cached too. Use it for a folder that nobody changes: Orbax repeats its
-        requests. The cache ends after half a minute or a write by epath or Orbax, not by `put`.
+        Small contents are cached too. This saves time since Orbax repeats its requests, but it is
+        only for a folder that nobody changes. The cache is dropped after half a minute, and when
+        epath or Orbax write, but not when `put` does.
         """
         from bert_jax.storage import gcs
 
@@ -168,26 +172,28 @@ class BucketStorage:
 
 
 def read_range(path: epath.PathLike, entry: ObjectEntry, first: int, end: int) -> bytes:
-    """Returns the bytes from `first` to `end` of an object that has not changed since `entry`.
+    """Returns bytes [first, end) of an object that has not changed since `entry`.
 
-    Only the number of bytes is checked, as checksums are of whole objects: verify the content.
+    Only the number of bytes is checked, as checksums are of whole objects; the caller must verify
+    the whole content.
     """
+    return _retry("read", path, functools.partial(_request_range, path, entry, first, end))
 
-    def fetch() -> bytes:
-        try:
-            return _request_content(path, entry, first, end)
-        except Replaced as error:
-            if (now := describe(path)) is not None and now.generation == entry.generation:
-                raise  # the same object is still there, so the response was a fault: retried
-            raise InputError(
-                f"{path}: changed while it was read; run again once nothing writes there"
-            ) from error
 
-    return _retry("read", path, fetch)
+def _request_range(path: epath.PathLike, entry: ObjectEntry, first: int, end: int) -> bytes:
+    """Requests bytes [first, end) once; raises InputError if the object has changed."""
+    try:
+        return _request_content(path, entry, first, end)
+    except Replaced as error:
+        if (current := describe(path)) is not None and current.generation == entry.generation:
+            raise  # the same object is still there, so the response was a fault: retried
+        raise InputError(
+            f"{path}: changed while it was read; run again once nothing writes there"
+        ) from error
 
 
 def _request_content(path: epath.PathLike, entry: ObjectEntry, first: int, end: int) -> bytes:
-    """Requests the bytes of an object from `first` to `end` once; raises Replaced."""
+    """Requests bytes [first, end) of an object once; raises Replaced."""
     if entry.encoding:
         raise InputError(
             f"{path}: is stored with Content-Encoding: {entry.encoding}; upload it again "
@@ -212,8 +218,7 @@ class _ObjectFile(fsspec.spec.AbstractBufferedFile):
         self._entry = entry
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        # Also retries the Unavailable that `read_range` raises after its own ten minutes.
-        request = functools.partial(read_range, self.path, self._entry, start, end)
+        request = functools.partial(_request_range, self.path, self._entry, start, end)
         return _retry("read", self.path, functools.partial(_request_twice, request))
 
 
@@ -235,14 +240,14 @@ def describe(path: epath.PathLike, seconds: float | None = None) -> ObjectEntry 
 
 def _request_entry(path: epath.PathLike, seconds: float | None = None) -> ObjectEntry:
     """Returns the entry of an object; raises FileNotFoundError if it is missing."""
-    request = functools.partial(_request_twice, functools.partial(_request_entry_once, path))
+    request = functools.partial(_request_twice, functools.partial(_fetch_unverified_entry, path))
     try:
         return _retry("read", path, request, seconds)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path)) from error
 
 
-def _request_entry_once(path: epath.PathLike) -> ObjectEntry:
+def _fetch_unverified_entry(path: epath.PathLike) -> ObjectEntry:
     """Requests the entry of an object once."""
     item = _client().call("GET", "b/{}/o/{}", *split(path), json_out=True)
     with _translate_malformed_responses():
@@ -260,8 +265,7 @@ def remove(paths: Iterable[epath.PathLike]) -> None:
     """Removes objects; missing ones are ignored."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            # "write" has succeeded before, so a denial is retried.
-            _retry("write", path, functools.partial(_client().rm_file, os.fspath(path)))
+            _retry("replace", path, functools.partial(_client().rm_file, os.fspath(path)))
 
 
 def require_writable(folder: epath.Path) -> None:
@@ -278,7 +282,7 @@ def require_writable(folder: epath.Path) -> None:
 def put(
     path: epath.PathLike, data: bytes, seconds: float | None = None, action: Action = "write"
 ) -> None:
-    """Writes or replaces a small object, which `_retry` counts as `action`."""
+    """Writes or replaces a small object; a denial is reported as that of `action`."""
     try:
         _retry(action, path, lambda: _client().pipe_file(os.fspath(path), data), seconds)
     except FileNotFoundError as error:
@@ -402,5 +406,7 @@ def _client() -> Any:
 
     from bert_jax.storage.gcs import CheckedFileSystem
 
-    limits = aiohttp.ClientTimeout(total=_REQUEST, sock_connect=_CONNECT, sock_read=_BYTE)
+    limits = aiohttp.ClientTimeout(
+        total=_REQUEST_TIMEOUT, sock_connect=_CONNECT_TIMEOUT, sock_read=_READ_TIMEOUT
+    )
     return CheckedFileSystem(requests_timeout=limits, use_listings_cache=False)

@@ -1,9 +1,11 @@
 """Atomic creation of folders, and copies of files between this machine and buckets.
 
 Files are copied in several streams and verified. After an interruption, `upload_all` skips files
-that the bucket has, and callers of `download_all` name the missing ones. A copy has no time limit.
+that the bucket has, and callers of `download_all` pass only the missing ones. A copy may take any
+time; only an outage of ten minutes ends it.
 
-    CACHE/corpora/NAME/          copy of a bucket's corpus, to map its rows into memory; no dataset/
+    CACHE/corpora/NAME/          copy of a bucket's corpus, without its dataset/, which is not
+                                 mapped into memory
     CACHE/corpora/NAME.lock      locked while the copy is made; other processes of this host wait
     CACHE/sources/               copies of text in a bucket, while the text is read
 """
@@ -26,12 +28,12 @@ from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
     create_folder,
-    new_file,
+    replace_atomically,
     require_local,
     translate_os_errors,
 )
 
-Report, Count = Callable[[str], None], Callable[[int], None]
+Report, AddBytes = Callable[[str], None], Callable[[int], None]
 
 # Number of parallel streams, and bytes of a request.
 STREAMS, PIECE = 8, 32 * 2**20
@@ -42,7 +44,7 @@ _REPORT_EVERY = 10.0  # seconds, about the progress of a copy
 
 
 @contextlib.contextmanager
-def lock_copy(folder: epath.PathLike) -> Iterator[epath.Path]:
+def lock_corpus_copy(folder: epath.PathLike) -> Iterator[epath.Path]:
     """Locks this host's copy of a folder in a bucket; yields its path, which may not exist yet.
 
     Other processes of this host wait for the lock.
@@ -62,7 +64,7 @@ def local_copy(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[
     removed at the end.
     """
     sources = [epath.Path(path) for path in paths]
-    if not any(map(buckets.is_gs_url, sources)):
+    if not any(map(buckets.is_in_bucket, sources)):
         yield sources
         return
     with contextlib.nullcontext(folder) if folder else _scratch_folder() as target:
@@ -103,7 +105,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
-    """Yields an empty temporary folder next to another, and removes it at the end."""
+    """Yields an empty temporary folder next to `folder`, and removes it at the end."""
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     with create_folder(folder.parent), translate_os_errors(folder):
         try:
@@ -117,11 +119,13 @@ def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def new_item_folder(target: epath.Path, marker: str) -> Iterator[pathlib.Path]:
-    """Yields a local folder for a work item; at the end moves it to `target`, also in a bucket.
+    """Yields a local folder for a work item; at the end moves it to `target`.
+
+    `target` may be in a bucket.
 
     The file named `marker` is moved last: `target` is complete once it holds this file.
     """
-    if buckets.is_gs_url(target):
+    if buckets.is_in_bucket(target):
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch)
             yield folder
@@ -137,7 +141,7 @@ def new_item_folder(target: epath.Path, marker: str) -> Iterator[pathlib.Path]:
         try:
             os.rename(folder, target)
         except OSError:
-            if not (target / marker).exists():  # or another worker of Beam has done this item
+            if not (target / marker).exists():  # else another worker of Beam has done this item
                 raise
 
 
@@ -152,15 +156,16 @@ def download(path: epath.Path, folder: epath.Path) -> None:
         raise InputError(f"{path}: is missing")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with new_file(folder / path.name) as temporary:
-        _download({os.fspath(path): (entry, temporary)})
+    with replace_atomically(folder / path.name) as temporary:
+        _download_objects({os.fspath(path): (entry, temporary)})
 
 
 @contextlib.contextmanager
 def use_local_copies(objects: Mapping[str, buckets.ObjectEntry]) -> Iterator[None]:
-    """Makes `open` use local copies of objects, {path: entry}, in this thread inside the context.
+    """Makes `BucketStorage.open` read local copies of objects, in this thread inside the context.
 
-    All objects are downloaded to the cache at the beginning; the copies are removed at the end.
+    `objects` is {path: entry}. All objects are downloaded to the cache at the beginning; the copies
+    are removed at the end.
     """
     if not objects:
         yield
@@ -168,7 +173,7 @@ def use_local_copies(objects: Mapping[str, buckets.ObjectEntry]) -> Iterator[Non
     with _scratch_folder() as folder:
         files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
         with translate_os_errors(folder):
-            _download({path: (entry, files[path]) for path, entry in objects.items()})
+            _download_objects({path: (entry, files[path]) for path, entry in objects.items()})
         token = buckets.local_copies.set({path: os.fspath(file) for path, file in files.items()})
         try:
             yield
@@ -186,8 +191,8 @@ def download_all(
 ) -> None:
     """Copies objects of a folder to a local one; a copy is complete and verified, or missing.
 
-    `names` are paths in both folders; `find_damage` takes such a path and a copy, and returns
-    what is wrong with the copy ("" for nothing). `remedy` tells the user what to do then.
+    `names` are relative paths, equal in both; `find_damage` takes such a path and a copy, and
+    returns what is wrong with the copy ("" for nothing). `remedy` tells the user what to do then.
 
     Raises:
       Unavailable: the bucket is out of reach, or the disk full (DiskFull); complete copies stay.
@@ -201,25 +206,29 @@ def download_all(
     for name in names:
         with translate_os_errors(target):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-        with new_file(target / name) as temporary:
-            _download({os.fspath(source / name): (objects[name], temporary)}, progress.add)
+        with replace_atomically(target / name) as temporary:
+            _download_objects({os.fspath(source / name): (objects[name], temporary)}, progress.add)
             if damage := find_damage(name, temporary):
                 raise InputError(f"{source / name}: damaged ({damage}); {remedy}")
 
 
-def _download(
+def _download_objects(
     files: Mapping[str, tuple[buckets.ObjectEntry, epath.Path]],
-    count: Count = lambda size: None,
+    add_bytes: AddBytes = lambda size: None,
 ) -> None:
-    """Copies objects, {path: (entry, local file)}; `count` takes the size of each piece.
+    """Copies objects, {path: (entry, local file)}; `add_bytes` takes the size of each piece.
 
     Small objects are copied in parallel, large ones one after another in parallel pieces.
     """
 
     def fetch(path: str, map_pieces: Callable[..., Iterable[int]]) -> None:
-        # Retries a wrong checksum, and the Unavailable of `read_range` after its own ten minutes.
-        attempt = functools.partial(_fetch_object, path, *files[path], map_pieces, count)
-        retry.call_with_retries(attempt, path)
+        # Repeats only for a wrong checksum: `read_range` repeats its requests for ten minutes.
+        backoff = retry.Backoff(path)
+        while True:
+            try:
+                return _fetch_object(path, *files[path], map_pieces, add_bytes)
+            except ConnectionError as error:
+                time.sleep(backoff.next_wait(error))
 
     large = [path for path, (entry, _) in files.items() if entry.size > SMALL_BYTES]
     if len(large) < len(files):
@@ -236,9 +245,9 @@ def _fetch_object(
     entry: buckets.ObjectEntry,
     file: epath.Path,
     map_pieces: Callable[..., Iterable[int]],
-    count: Count,
+    add_bytes: AddBytes,
 ) -> None:
-    """Copies an object piece by piece, by `map` or a pool's; raises ConnectionError if damaged."""
+    """Copies an object in pieces, by `map` or a pool's `map`; ConnectionError: wrong checksum."""
 
     def fetch_piece(first: int) -> int:
         end = min(first + PIECE, entry.size)
@@ -251,40 +260,40 @@ def _fetch_object(
     file.write_bytes(b"")
     done = 0
     for size in map_pieces(fetch_piece, range(0, entry.size, PIECE)):
-        count(size)
+        add_bytes(size)
         done += size
     if not buckets.has_same_content(file, entry):
-        count(-done)  # the next attempt counts these bytes again
+        add_bytes(-done)  # the next attempt counts these bytes again
         raise ConnectionError("the content does not match the bucket's checksum")
 
 
 def upload_all(
-    source: epath.Path, target: epath.Path, files: Iterable[str], report: Report | None = None
+    source: epath.Path, target: epath.Path, names: Iterable[str], report: Report | None = None
 ) -> None:
     """Copies files of a local folder to a folder in a bucket, unless it has them already.
 
-    `files` are paths in both folders.
+    `names` are relative paths, equal in both.
     """
 
-    def find_missing() -> list[str]:
+    def find_missing_or_different() -> list[str]:
         objects = buckets.list_objects(target)
         same = buckets.has_same_content
-        return [f for f in files if f not in objects or not same(source / f, objects[f])]
+        return [n for n in names if n not in objects or not same(source / n, objects[n])]
 
     def send(name: str) -> int:
         with translate_os_errors(source / name):
             buckets.upload(source / name, target / name)
             return os.stat(source / name).st_size
 
-    files = list(files)
-    missing = find_missing()
+    names = list(names)
+    missing = find_missing_or_different()
     size = sum(os.stat(source / name).st_size for name in missing)
     progress = _Progress(f"sending to {target}", size, report)
     with ThreadPoolExecutor(STREAMS) as pool:
         for sent in pool.map(send, missing):
             progress.add(sent)
-    if missing and (damaged := find_missing()):
-        raise InputError(f"{target / damaged[0]}: differs from what was sent; run again")
+    if missing and (different := find_missing_or_different()):
+        raise InputError(f"{target / different[0]}: differs from what was sent; run again")
 
 
 class _Progress:

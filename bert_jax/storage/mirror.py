@@ -1,19 +1,20 @@
-"""Runs in buckets: a thread uploads their small files, which are written on this machine.
+"""Copies of the small files of a run in its bucket: a thread uploads what this machine writes.
 
 A failed upload is repeated half a minute later. (`copies` copies corpora, and Orbax writes
 checkpoints to the bucket itself.)
 
     gs://B/W/OWNER       the process that owns the run
-    CACHE/runs/NAME/     the local folder of a run that is written, with .owner.json (see below)
+    CACHE/runs/NAME/     the local folder of a run that trains here, with .owner.json (see below)
     CACHE/views/NAME/    the small files of a run that is only read
 
 A process that starts a run becomes its owner: it replaces the token in OWNER with its own. It reads
 OWNER again before each upload and each checkpoint, and ends if it finds another token. So the
 process that started last wins, and no process waits for another.
 
-If the local folder and the bucket differ at a start, the previous owner decides which files win.
-If it wrote into this local folder, .owner.json has its token, and the local files win: the bucket
-may lack some lines. Otherwise another machine has continued the run, and the bucket's files win.
+If the local folder and the bucket differ at a start, it depends on the previous owner which files
+win. If it wrote into this local folder, .owner.json has its token, and the local files win: the
+bucket may lack some lines. Otherwise another machine has continued the run, and the bucket's files
+win.
 """
 
 import contextlib
@@ -30,19 +31,18 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets, retry
+from bert_jax.storage.locks import Holder, is_locked
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     COMPLETE,
     RUN_FILES,
     SWEEP,
-    Holder,
     Workdir,
     absolute,
     cache_folder,
     holds_finetuning,
-    is_locked,
     load_experiment,
-    new_file,
+    replace_atomically,
     require_run_among,
     translate_os_errors,
     write_atomic,
@@ -61,27 +61,28 @@ _KILLED_AFTER = 900.0
 def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = False) -> Workdir:
     """Opens the workdir of a run, on this machine or in a bucket.
 
-    The files of a run in a bucket are a copy on this machine. By default this function downloads
-    them. With `to_write`, `Mirror` downloads and uploads them.
+    For a run in a bucket, the workdir has local copies of the files. By default this function
+    downloads them. With `to_write`, `Mirror` downloads and uploads them.
     """
     if to_write and corpus_dir:
-        _require_no_other_run(epath.Path(root), epath.Path(corpus_dir))
-    if not buckets.is_gs_url(root):
+        _require_corpus_outside_other_runs(epath.Path(root), epath.Path(corpus_dir))
+    if not buckets.is_in_bucket(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
     local = cache_folder_of("runs" if to_write else "views", remote)
     if to_write:
         require_run_among(remote, storage_of(remote).names(remote) - {OWNER})
     else:
-        _download(remote, local, _VIEW_FILES)
+        _sync_from_bucket(remote, local, _VIEW_FILES)
     return Workdir(local, corpus_dir, remote)
 
 
-def _require_no_other_run(root: epath.Path, corpus_dir: epath.Path) -> None:
+def _require_corpus_outside_other_runs(root: epath.Path, corpus_dir: epath.Path) -> None:
     """Raises InputError if a new corpus would be made in the workdir of another run.
 
-    A fork often shares the corpus of its parent, and then has none in its own workdir. A folder
-    that holds both the run and the corpus, as `verify-resume` makes it, is no workdir.
+    A fork often shares the corpus of its parent, and then has none in its own workdir. A
+    folder that holds the run's workdir is never another run's, even if it has an experiment.json,
+    as that of `verify-resume` does.
     """
     storage, folder = storage_of(corpus_dir), absolute(corpus_dir)
     is_workdir = storage.exists(folder / "experiment.json")
@@ -105,7 +106,8 @@ def _require_no_other_run(root: epath.Path, corpus_dir: epath.Path) -> None:
 def is_running(workdir: Workdir) -> bool:
     """Returns whether a process is working on a run.
 
-    For a run in a bucket this is a guess, by the start and the last line of timings.jsonl.
+    For a run in a bucket this is a guess, from the time in OWNER and the last line of
+    timings.jsonl.
     """
     if workdir.remote is None:
         return is_locked(workdir.root)
@@ -127,7 +129,7 @@ def read_holder(workdir: Workdir, seconds: float | None = None) -> Holder | None
     return None
 
 
-def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> None:
+def _sync_from_bucket(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> None:
     """Makes files of a local folder equal to the bucket's; removes files that the bucket lacks."""
     objects = buckets.list_objects(remote, "/")
     with translate_os_errors(folder):
@@ -138,7 +140,7 @@ def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> N
                 path.unlink(missing_ok=True)
             elif not buckets.has_same_content(path, objects[name]):
                 data = storage_of(remote).read(remote / name, entry=objects[name])
-                with new_file(path) as temporary:
+                with replace_atomically(path) as temporary:
                     temporary.write_bytes(data)
 
 
@@ -153,21 +155,21 @@ def cache_folder_of(kind: str, remote: epath.PathLike) -> epath.Path:
 
 
 class Mirror:
-    """Uploads the files of a run in a bucket that process `number` writes.
+    """Uploads the files that one process, `process_index`, writes for a run in a bucket.
 
     Process 0, which has locked the local folder, writes the small files of the run. Every process
-    writes its traces. While entered, a thread uploads changed files every half a minute, and takes
-    at most a twentieth of the time. For a local run, all methods do nothing.
+    writes its traces. Inside the context, a thread uploads changed files every half a minute, and
+    is busy at most 5 % of the time. For a local run, all methods do nothing.
     """
 
-    def __init__(self, workdir: Workdir, number: int = 0):
-        self._workdir, self._number = workdir, number
+    def __init__(self, workdir: Workdir, process_index: int = 0):
+        self._workdir, self._process_index = workdir, process_index
         self._local, self._remote = workdir.root, workdir.remote
         self.token = ""  # of the owner, once this process has acquired the run
         self._is_first = False  # whether the run had no owner before
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of files as uploaded
-        self._uploading = threading.Lock()
-        self._lost: InputError | None = None  # set once another process owns the run
+        self._upload_lock = threading.Lock()
+        self._ownership_error: InputError | None = None  # set once another process owns the run
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._upload_regularly, name="mirror", daemon=True)
 
@@ -182,9 +184,9 @@ class Mirror:
         if previous is not None and previous.token in self._local_owners():
             tokens.insert(0, previous.token)
         else:
-            _download(self._remote, self._local, RUN_FILES)
-        # The local file is written before OWNER. If this process is killed in between, OWNER still
-        # names the previous owner, whose token is in the local file if the local files won.
+            _sync_from_bucket(self._remote, self._local, RUN_FILES)
+        # .owner.json is written before OWNER. If this process is killed in between, OWNER still has
+        # the previous token, which .owner.json has kept if the local files won.
         record = json.dumps({"format_version": 1, "tokens": tokens})
         write_atomic(self._local / _LOCAL_OWNERS, record)
         if self._is_first:  # tests the permission to create, then that to replace
@@ -193,8 +195,8 @@ class Mirror:
 
     def require_owned(self) -> None:
         """Raises InputError if an upload has found that another process owns the run."""
-        if self._lost is not None:
-            raise self._lost
+        if self._ownership_error is not None:
+            raise self._ownership_error
 
     def flush(self) -> None:
         """Uploads all changed files; retries for `retry.GIVE_UP` seconds if the network fails."""
@@ -202,11 +204,11 @@ class Mirror:
             self._upload(retry.GIVE_UP)
 
     def discard(self, files: Iterable[str]) -> None:
-        """Removes files that a start has uploaded, once it was refused; ignores errors."""
+        """Removes files from the bucket, for a start that is refused after it uploaded them."""
         if self._remote is None:
             return
         self._stop.set()
-        with contextlib.suppress(Exception), self._uploading:
+        with contextlib.suppress(Exception), self._upload_lock:
             self._check_owner(0)
             buckets.remove(self._remote / name for name in files)
             if self._is_first:
@@ -235,8 +237,10 @@ class Mirror:
         """Raises InputError if OWNER has another token; accepts a missing or damaged OWNER."""
         owner = read_holder(self._workdir, seconds)
         if owner is not None and owner.token != self.token:
-            self._lost = InputError(f"{self._remote}: was taken over by {owner}; this process ends")
-            raise self._lost
+            self._ownership_error = InputError(
+                f"{self._remote}: was taken over by {owner}; this process ends"
+            )
+            raise self._ownership_error
 
     def _upload_regularly(self) -> None:
         pause = _UPLOAD_EVERY
@@ -245,14 +249,14 @@ class Mirror:
             try:
                 self._upload(0)
             except Exception:  # the next upload tries again, and `flush` raises
-                if self._lost is not None:
+                if self._ownership_error is not None:
                     return
             pause = max(_UPLOAD_EVERY, (time.monotonic() - start) / _UPLOAD_SHARE)
 
     def _upload(self, seconds: float) -> None:
         """Uploads changed files; `seconds` limits the time for which a request is retried."""
         assert self._remote is not None
-        with self._uploading:
+        with self._upload_lock:
             changed = self._changed_files()
             if changed or seconds:  # `flush` checks the owner even if nothing has changed
                 self._check_owner(seconds)
@@ -265,8 +269,8 @@ class Mirror:
     def _changed_files(self) -> dict[str, tuple[int, int]]:
         """Returns size and time of each file that differs from what was uploaded, by its path."""
         folder = pathlib.Path(self._local)
-        paths = [folder / name for name in RUN_FILES] if self._number == 0 else []
-        paths += (folder / "profile").rglob(f"process_{self._number}.*")
+        paths = [folder / name for name in RUN_FILES] if self._process_index == 0 else []
+        paths += (folder / "profile").rglob(f"process_{self._process_index}.*")
         changed = {}
         for path in paths:
             with contextlib.suppress(FileNotFoundError):

@@ -110,4 +110,4 @@ _LOCAL, _BUCKETS = LocalStorage(), buckets.BucketStorage()
 
 def storage_of(path: epath.PathLike) -> Storage:
     """Returns the storage of a path; raises InputError for a URL that is not gs://."""
-    return _BUCKETS if buckets.is_gs_url(path) else _LOCAL
+    return _BUCKETS if buckets.is_in_bucket(path) else _LOCAL

@@ -1,9 +1,9 @@
 """The files of a run, and the rules for writing files on this machine.
 
 A file is written under a temporary name and renamed, so that a reader sees the old text or the new
-one. A folder is complete once it holds COMPLETE, which is written last; an incomplete folder is
-made again. The small files of a run in a bucket are written on this machine too, and `mirror`
-uploads them.
+one. A corpus or another result of several files is complete once its folder holds COMPLETE, which
+is written last; an incomplete folder is made again. The small files of a run are always written on
+this machine; if the run is in a bucket, `mirror` uploads them.
 
     W/experiment.json       the resolved experiment
     W/experiment_code.py    the experiment's custom code, if it has any
@@ -11,31 +11,28 @@ uploads them.
     W/checkpoints/          one folder for each saved step (see checkpoints.layout)
     W/metrics.jsonl         metrics: a function of experiment, corpus and step alone
     W/predictions.jsonl     sample predictions, as reproducible as the metrics
-    W/timings.jsonl         times
+    W/timings.jsonl         events with their times: starts, ends, roll-backs, seconds per step
     W/saved.json            the step of the newest checkpoint that was complete
     W/origin.json           the experiment file and --set strings of the last start, and the
                             checkpoint that a fork starts from
-    W/trackers.json         the progress of trackers (see running.trackers)
+    W/trackers.json         how many lines each tracker, such as W&B, has received
     W/profile/              traces of some steps (see running.progress)
-    W/plan.json             the plan for TPUs (see tools.plan.report)
-    W/layers.json           scores of the layers (see tools.layer_scores); layers.html shows them
+    W/plan.json             predicted memory and time per step on TPUs (see tools.plan.report)
+    W/layers.json           scores of linear probes on each layer (see tools.layer_scores);
+                            layers.html shows them
+    W/report.html           the page of `bert-jax report`
     W/launch.json           rented machines, written by older versions
 """
 
 import contextlib
-import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shlex
-import socket
-import time
-import uuid
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from etils import epath
 
@@ -47,7 +44,7 @@ T = TypeVar("T", bound=Section)
 
 COMPLETE, SWEEP = "COMPLETE", "sweep.json"
 
-# The small files of a run: all except its corpus, its checkpoints and its traces.
+# The files of a run that training writes, and that are copied to its bucket.
 RUN_FILES = (
     "experiment.json",
     code.COPY,
@@ -58,6 +55,7 @@ RUN_FILES = (
     "predictions.jsonl",
     "timings.jsonl",
 )
+# Names of which one shows that a folder is a run.
 _RUN_NAMES = {*RUN_FILES, "corpus", "checkpoints", "profile", "lock"}
 _RUN_NAMES |= {"plan.json", "layers.json", "layers.html", "launch.json"}
 # Temporary files that a killed process has left.
@@ -65,8 +63,7 @@ _UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\w+\.tmp"
 
 # The key of the checksum in a record.
 _CHECKSUM = "checksum"
-_LOCK_TRIES, _HOLDER_VERSION = 4, 1
-_FULL = "{}: the disk is full; free some space and run again"
+_DISK_FULL = "{}: the disk is full; free some space and run again"
 
 
 class Workdir:
@@ -78,9 +75,10 @@ class Workdir:
         require_local(root)
         # The folder on this machine, and the folder in a bucket whose files it has.
         self.root, self.remote = epath.Path(root), remote
-        # Where the run is, for users: `remote`, or `root` without a bucket.
+        # Where the run is: in the bucket if it has one, else on this machine.
         self.address = self.root if remote is None else remote
-        # Not below `root`: a corpus has a copy of its own, and Orbax writes to the bucket itself.
+        # These are not below `root`: `copies` keeps local copies of corpora elsewhere, and Orbax
+        # writes checkpoints to the bucket itself.
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.address / "corpus"
         self.checkpoints = self.address / "checkpoints"
         self.experiment = self.root / "experiment.json"
@@ -105,7 +103,7 @@ class Workdir:
         require_run_among(self.root, names)
 
     def remove_unfinished(self) -> None:
-        """Removes temporary files of killed processes; requires the lock of the folder."""
+        """Removes temporary files of killed processes; the caller must hold the folder's lock."""
         with translate_os_errors(self.root):
             for path in self.root.iterdir():
                 if _UNFINISHED.fullmatch(path.name):
@@ -152,7 +150,10 @@ def _experiment_text(workdir: Workdir) -> tuple[bytes, str]:
 
 
 def fork_record(workdir: Workdir) -> dict[str, Any]:
-    """Returns `checkpoint`, `sha256` and `experiment` that a fork starts from; {}: no fork."""
+    """Returns the record of a fork's parent; {} if the run is not a fork.
+
+    It has `checkpoint`, the path; `sha256`, of the checkpoint's metadata; and `experiment`.
+    """
     if not workdir.origin.exists():
         return {}
     return read_json(workdir.origin, files.FORMAT_VERSION).get("fork", {})
@@ -173,44 +174,11 @@ def require_local(path: epath.PathLike) -> None:
         raise InputError(f"{path}: must be on a disk of this machine; name a local folder or file")
 
 
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    """The process that has locked a folder, or owns a run in a bucket."""
-
-    token: str  # unique for each lock
-    host: str  # the name of the machine
-    process: int  # the process id
-    since: float  # the time of the lock, in seconds since 1970
-
-    @classmethod
-    def this_process(cls) -> "Holder":
-        """Returns a holder for this process, now."""
-        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
-
-    @classmethod
-    def parse(cls, data: bytes) -> "Holder | None":
-        """Returns the holder that `text` wrote; None for other content, such as a newer format."""
-        with contextlib.suppress(InputError, OSError), translate_parser_errors("a holder"):
-            record = json.loads(data)
-            if record.pop("format_version") == _HOLDER_VERSION:
-                holder = cls(**record)
-                str(holder)
-                return holder
-        return None
-
-    def text(self) -> str:
-        """Returns the holder as a line of JSON, which `parse` reads."""
-        return json.dumps({"format_version": _HOLDER_VERSION, **dataclasses.asdict(self)}) + "\n"
-
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        return f"process {self.process} of {self.host} since {since}"
-
-
 def cache_folder() -> epath.Path:
-    """Returns the folder for files that can be made or copied again; see `--cache-dir`."""
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return epath.Path(os.environ.get("BERT_JAX_CACHE_DIR") or os.path.join(user, "bert_jax"))
+    """Returns the folder for files that can be made or copied again (`--cache-dir`)."""
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    default = os.path.join(user_cache, "bert_jax")
+    return epath.Path(os.environ.get("BERT_JAX_CACHE_DIR") or default)
 
 
 def absolute(path: epath.Path) -> epath.Path:
@@ -220,13 +188,13 @@ def absolute(path: epath.Path) -> epath.Path:
 
 def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
     """Replaces a file atomically with the text, which may be given in parts; flushes it to disk."""
-    with new_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with replace_atomically(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines((text,) if isinstance(text, str) else text)
 
 
 @contextlib.contextmanager
-def new_file(path: epath.Path) -> Iterator[epath.Path]:
-    """Yields a temporary path to write, which replaces the file, flushed to disk, at the end.
+def replace_atomically(path: epath.Path) -> Iterator[epath.Path]:
+    """Yields a temporary path; at the end flushes this file to disk and renames it to `path`.
 
     An error leaves the old file.
     """
@@ -246,7 +214,7 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Opens a file, an `opener` of `open`; refuses a link, which another user may have placed."""
+    """Opens a file for `open(opener=)`; refuses a symlink, which another user may have placed."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -258,7 +226,7 @@ def require_no_special_file(path: epath.PathLike) -> None:
 
 
 def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with its checksum, which `read_json` compares."""
+    """Returns the record with its checksum, which `read_json` verifies."""
     return {**record, _CHECKSUM: _checksum(record)}
 
 
@@ -276,11 +244,11 @@ def read_json(
     path: epath.Path,
     format_version: int,
     version_remedy: str = "use the bert-jax that wrote it",
-    damage_remedy: str = "put the whole file back",
+    damage_remedy: str = "restore the original file",
 ) -> dict[str, Any]:
-    """Reads a JSON object with a `format_version`, and compares its checksum if it has one.
+    """Reads a JSON object with a `format_version`, and verifies its checksum if it has one.
 
-    The remedies end the messages about another version and about a damaged file.
+    The remedies are the last parts of the messages about another version and a damaged file.
     """
     try:
         content = path.read_bytes()
@@ -344,7 +312,7 @@ def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(_FULL.format(path)) from error
+            raise DiskFull(_DISK_FULL.format(path)) from error
         if error.errno in _MESSAGES:
             raise InputError(f"{path}: {_MESSAGES[error.errno].format(error.strerror)}") from error
         reason = f"{error.filename or path}: {error.strerror or error}"
@@ -354,7 +322,7 @@ def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
     except Exception as error:
         # How libraries in C++ report a full disk.
         if isinstance(error, RuntimeError | ValueError) and os.strerror(errno.ENOSPC) in str(error):
-            raise DiskFull(_FULL.format(path)) from error
+            raise DiskFull(_DISK_FULL.format(path)) from error
         if retry.is_retryable(error):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
             raise Unavailable(f"{path}: {reason}; run again to resume") from error
@@ -362,45 +330,8 @@ def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lock(
-    folder: epath.Path, address: epath.PathLike | None = None, setting: str = "--workdir"
-) -> Iterator[Holder]:
-    """Locks the folder for this process, and creates it if needed; yields the holder.
-
-    FOLDER/lock describes the holder. The lock ends with the process. If the context raises and
-    leaves no new files, the lock and a new folder are removed.
-
-    Args:
-      folder: the folder.
-      address: the folder's name in messages; None: the folder.
-      setting: the flag or field that names the folder, for messages.
-    """
-    require_local(folder)
-    path = folder / "lock"
-    with create_folder(folder):
-        with translate_os_errors(path):
-            before = {other.name for other in folder.iterdir()}
-            file = _open_locked(path, address or folder, setting)
-        with file:
-            try:
-                me = Holder.this_process()
-                with translate_os_errors(path):
-                    file.truncate(0)
-                    file.write(me.text().encode())
-                    os.fsync(file)  # from now on, others see it on a shared disk
-                yield me
-                file.truncate(0)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    file.truncate(0)
-                    if {other.name for other in folder.iterdir()} - before == {"lock"}:
-                        path.unlink()  # still locked; later it may be another process's
-                raise
-
-
-@contextlib.contextmanager
 def create_folder(folder: epath.Path) -> Iterator[None]:
-    """Creates the folder and its parents; if the context raises, removes the new empty ones."""
+    """Creates the folder and its parents; if the body raises, removes the new ones if empty."""
     missing: list[epath.Path] = []
     try:
         with translate_os_errors(folder):
@@ -412,39 +343,3 @@ def create_folder(folder: epath.Path) -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError):  # epath: ValueError if not empty
                 path.rmdir()
         raise
-
-
-def _open_locked(path: epath.Path, address: epath.PathLike, setting: str) -> IO[bytes]:
-    """Returns the lock file, opened and locked."""
-    tries = 0
-    while True:
-        with contextlib.ExitStack() as stack:
-            file = open(os.fspath(path), "a+b", buffering=0, opener=open_without_links)  # noqa: SIM115
-            stack.callback(file.close)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Another holder may have removed the file that this process has opened.
-                if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    stack.pop_all()
-                    return file
-            except BlockingIOError as error:
-                tries += 1
-                if tries == _LOCK_TRIES:  # several, since `is_locked` holds the lock for a moment
-                    file.seek(0)
-                    holder = Holder.parse(file.read()) or "another process"
-                    raise InputError(
-                        f"{address}: in use by {holder}; wait for it, or choose another folder "
-                        f"with {setting}"
-                    ) from error
-                time.sleep(0.05)
-
-
-def is_locked(folder: epath.Path) -> bool:
-    """Returns whether a process of this machine holds the folder's lock."""
-    try:
-        with open(os.fspath(folder / "lock"), "rb") as file:
-            # Shared, so that two processes that ask do not disturb each other.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError as error:
-        return isinstance(error, BlockingIOError)

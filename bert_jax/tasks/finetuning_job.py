@@ -50,7 +50,7 @@ def finetune(
     If `base` is None, the base is that of the experiment, or that of the run in the workdir. The
     workdir is `root`, or runs/NAME. `origin` is described at `session.run`.
     """
-    if not experiment.task.spec.adapts:
+    if not experiment.task.spec.adapt_methods:
         raise InputError(
             f"task.kind={experiment.task.kind}: is not for training; score a run on it with "
             "`bert-jax evaluate --task FILE`, or during pre-training with run.probes"

@@ -175,7 +175,7 @@ def text_of(value: object, name: str, location: str) -> str:
         raise InputError(f"{location}: {name} is {quote_value(value)}, not a text")
     if not value.strip():
         raise InputError(f"{location}: {name} is blank; fill it in, or remove the example")
-    return text_records.encodable(value)
+    return text_records.replace_surrogates(value)
 
 
 def field(node: Any, key: str, of: type, where: str) -> Any:

@@ -18,7 +18,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats
 from bert_jax.tasks.examples import Example, Tally
 from bert_jax.tasks.finetuned_model import WINDOW, TaskModel
-from bert_jax.text.records import SourceRecord, encodable, quote_names
+from bert_jax.text.records import SourceRecord, quote_names, replace_surrogates
 
 
 def predict(
@@ -194,7 +194,7 @@ def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return encodable(value if isinstance(value, str) else json.dumps(value))
+    return replace_surrogates(value if isinstance(value, str) else json.dumps(value))
 
 
 def _rounded(value: Any) -> Any:

@@ -168,7 +168,7 @@ class SimilarityProbe:
     @functools.cached_property
     def bm25_scores(self) -> dict[str, float] | None:
         """The scores of BM25, if the task ranks texts and the library is installed."""
-        if not self.task.ranks:
+        if not self.task.is_scored_by_retrieval:
             return None
         return retrieval.bm25_scores(cast(list[examples_lib.Passage], self.examples))
 
@@ -278,7 +278,7 @@ def retrieval_baselines(
     """
     baselines = {}
     for probe in probes.probes:
-        if isinstance(probe, SimilarityProbe) and probe.task.ranks:
+        if isinstance(probe, SimilarityProbe) and probe.task.is_scored_by_retrieval:
             fresh = heads.init_params(trained.model, jax.random.key(0))
             mesh = mesh_lib.make_mesh(Parallelism())
             by_name = {"BM25": probe.bm25_scores} if probe.bm25_scores else {}

@@ -4,9 +4,7 @@ Encodings: bytes are decoded strictly with `Corpus.encoding`; the first invalid 
 that names the file and the offset, unless `encoding_errors=replace`. A byte-order mark is dropped.
 Encodings are never guessed: a folder of mixed encodings must be converted first.
 
-Repeats: documents are compared by their text, not by their names. `repeated_documents=drop` skips
-every document whose whole text occurred before; `keep` keeps it and counts it in the manifest.
-Either way equal texts belong to the same split.
+`data.parts` finds repeated documents by their text, not by their names.
 """
 
 import codecs
@@ -35,8 +33,10 @@ _WRAPPED_LINE = 200
 # Files with more lines than this are checked against `corpus.layout`.
 _LINES_TO_JUDGE = 100
 # Maximum number of characters of a chunk of text, and so of a paragraph, since the time to split a
-# paragraph into sentences is quadratic; and of a chunk without blanks.
-_LONGEST_CHUNK, _LONGEST_WORD = 1 << 17, 1 << 21
+# paragraph into sentences is quadratic.
+_LONGEST_CHUNK = 1 << 17
+# The same for a chunk that has no whitespace at which it could be cut.
+_LONGEST_WORD = 1 << 21
 # Files of fewer chunks are held in memory; larger ones are read several times.
 _HELD_CHUNKS = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
@@ -52,12 +52,15 @@ OnRead = Callable[[int], None]
 _ReadLines = Callable[[Literal["by line", "in chunks"]], Iterator[str]]
 
 # Each call yields the text from its beginning, in chunks of any size.
-_Text = Callable[[], Iterable[str]]
+_OpenText = Callable[[], Iterable[str]]
 
-# Ends of a chunk: the last end of a paragraph, line or word; the next end of a word or line.
-_PARAGRAPH, _LINE = re.compile(r"(?s:.*)\n[^\S\n]*\n"), re.compile(r"(?s:.*)\n")
-_LAST_WORD = re.compile(r"(?s:.*)[\s。！？]")
-_NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
+# Where a chunk may be cut. A match ends at the last end of a paragraph, line or word before a
+# limit:
+_TO_LAST_PARAGRAPH_END = re.compile(r"(?s:.*)\n[^\S\n]*\n")
+_TO_LAST_LINE_END = re.compile(r"(?s:.*)\n")
+_TO_LAST_WORD_END = re.compile(r"(?s:.*)[\s。！？]")
+# or at the next one after it.
+_NEXT_WORD_END, _NEXT_LINE_END = re.compile(r"[\s。！？]"), re.compile(r"\n")
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ class Document:
     """One document."""
 
     name: str  # the file, or FILE:NUMBER with the first line of a block or the number of a record
-    # The text without blank lines around it, in chunks of whole paragraphs. The chunks from
-    # `read_extent` can be read once, before the next document.
+    # The text without blank lines around it, in chunks of whole paragraphs. From `read_extent` this
+    # is an iterator, to be consumed before the next document is asked for.
     chunks: Iterable[str]
     layout: Layout  # the meaning of its lines
     line: int  # the first line in the file; 0 for a record
@@ -99,7 +102,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Extent:
-    """A range that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
+    """A part of the input that is read alone: a file, a range of it, or records of a shard."""
 
     kind: str  # the kind of source, such as text
     path: str  # the file
@@ -110,7 +113,7 @@ class Extent:
     count: int = 0  # records in this shard
     before: int = 0  # records of the dataset before this shard
     bytes: int = 0  # bytes to read, roughly
-    listed: buckets.ObjectEntry | None = None  # the object's entry in the listing of its bucket
+    entry: buckets.ObjectEntry | None = None  # the object's metadata, if the file is in a bucket
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -127,8 +130,8 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
 
     Files above `most` bytes are cut if possible: between lines of JSON, at blank lines in
     sentences_by_line, between records of an ArrayRecord file and row groups of a Parquet file.
-    Compressed, TFRecord and CSV files, files at an address, and texts in other layouts are never
-    cut. With `most=0` no file is cut.
+    Compressed, TFRecord and CSV files, remote files other than Parquet, and texts in other layouts
+    are never cut. With `most=0` no file is cut.
     """
     (source,), field = corpus.sources, corpus.text_field
     kind, _, path = source.partition(":")
@@ -150,14 +153,14 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
             divide = functools.partial(records.divide_parquet, column=field, most=most)
             for (path, entry), parts in zip(files.items(), pool.map(divide, files), strict=True):
                 for start, stop, size in parts:
-                    yield Extent(kind, path, field, "", start, stop, bytes=size, listed=entry)
+                    yield Extent(kind, path, field, "", start, stop, bytes=size, entry=entry)
         return
     for path, entry in files.items():
         size = sources.stat(path, entry=entry)["bytes"]
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield Extent(kind, path, field, "", start, stop, bytes=length, listed=entry)
+            yield Extent(kind, path, field, "", start, stop, bytes=length, entry=entry)
 
 
 def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
@@ -165,7 +168,7 @@ def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
     is_text = kind == "text"
     has_cuts = kind == "jsonl" or (is_text and corpus.layout == "sentences_by_line")
     has_line_ends = _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
-    if not (has_cuts and has_line_ends) or "://" in path or line_reader.codec_ending(path):
+    if not (has_cuts and has_line_ends) or "://" in path or line_reader.compression_ending(path):
         return []
     cuts: list[int] = []
     with line_reader.translate_errors(path), open(path, "rb") as file:
@@ -191,14 +194,14 @@ def read_extent(
         texts = _file_texts(extent, corpus, read_lines)
     else:
         texts = _record_texts(extent, read_lines)
-    for name, line, text in texts:
+    for name, line, open_text in texts:
         layout = corpus.layout
         if layout == "per_file":
-            is_long = any(len(line) > _WRAPPED_LINE for line in _split_lines(text()))
+            is_long = any(len(line) > _WRAPPED_LINE for line in _split_lines(open_text()))
             layout = "paragraphs_by_line" if is_long else "wrapped"
-        parts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
+        parts: Iterable[tuple[int, Iterable[str]]] = [(0, open_text())]
         if corpus.document_starts:
-            parts = _split_documents(_split_lines(text()), corpus.document_starts)
+            parts = _split_documents(_split_lines(open_text()), corpus.document_starts)
         is_empty = True
         for first_line, part in parts:
             chunks = _split_chunks(part, layout)
@@ -211,15 +214,17 @@ def read_extent(
 
 
 def _split_chunks(text: Iterable[str], layout: Layout) -> Iterator[str]:
-    """Yields a text without blanks around it, in non-empty chunks that end with a paragraph.
+    """Yields the stripped text in non-empty chunks that end at the end of a paragraph.
 
     A paragraph of over `_LONGEST_CHUNK` characters is cut at the end of a line, or else of a word.
     In `sentences_by_line` a sentence is never cut.
     """
-    last_ends = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
-    next_end, longest = _NEXT_WORD, _LONGEST_WORD
+    last_ends = [_TO_LAST_LINE_END, _TO_LAST_WORD_END]
+    next_end, longest = _NEXT_WORD_END, _LONGEST_WORD
+    if layout == "wrapped":
+        last_ends = [_TO_LAST_PARAGRAPH_END, *last_ends]
     if layout == "sentences_by_line":
-        last_ends, next_end, longest = [_LINE], _NEXT_LINE, sys.maxsize
+        last_ends, next_end, longest = [_TO_LAST_LINE_END], _NEXT_LINE_END, sys.maxsize
     rest, blanks = "", ""
     for block in text:
         # Blanks belong to the text if more text follows.
@@ -243,7 +248,7 @@ def _split_chunks(text: Iterable[str], layout: Layout) -> Iterator[str]:
 
 
 def _split_lines(text: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a text without blanks around it; long ones are cut like chunks."""
+    """Yields the lines of the stripped text; long ones are cut as in `_split_chunks`."""
     for chunk in _split_chunks(text, "paragraphs_by_line"):
         yield from chunk.removesuffix("\n").split("\n")
 
@@ -265,7 +270,7 @@ def _split_documents(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, 
     """
     start = _HEADING if pattern == "headings" else re.compile(pattern)
 
-    def number_lines() -> Iterator[tuple[int, str]]:
+    def add_first_lines() -> Iterator[tuple[int, str]]:
         first, is_empty, is_blank = 0, True, True
         for number, line in enumerate(lines):
             if (is_blank or start is not _HEADING) and start.match(line):
@@ -276,8 +281,8 @@ def _split_documents(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, 
             is_blank = not line.strip()
             yield first, f"{line}\n"
 
-    for first, numbered in itertools.groupby(number_lines(), operator.itemgetter(0)):
-        yield first, (line for _, line in numbered)
+    for first, document in itertools.groupby(add_first_lines(), operator.itemgetter(0)):
+        yield first, (line for _, line in document)
 
 
 def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
@@ -305,7 +310,7 @@ def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
 
 def _file_texts(
     extent: Extent, corpus: Corpus, read_lines: _ReadLines
-) -> Iterator[tuple[str, int, _Text]]:
+) -> Iterator[tuple[str, int, _OpenText]]:
     """Yields the name, first line and text of a file, or of each block in sentences_by_line."""
     path = extent.path
     if corpus.layout == "sentences_by_line":
@@ -350,7 +355,7 @@ def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[SourceReco
     return records.parse(extent.kind, read_lines("by line"), path, on_broken=refuse)
 
 
-def _record_texts(extent: Extent, read_lines: _ReadLines) -> Iterator[tuple[str, int, _Text]]:
+def _record_texts(extent: Extent, read_lines: _ReadLines) -> Iterator[tuple[str, int, _OpenText]]:
     """Yields the location, 0 and the text of each record."""
     for record in _read_records(extent, read_lines):
         try:

@@ -33,7 +33,7 @@ FILE = "tokenizer.json"
 SPECIALS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 # Advice for tokenizers in other formats.
-CONVERT = (
+CONVERT_ADVICE = (
     f"write {FILE} with transformers: run in the tokenizer's folder `python -c \"import "
     "transformers as t; t.AutoTokenizer.from_pretrained('.').save_pretrained('.')\"`"
 )

@@ -83,7 +83,7 @@ def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[by
     Raises:
       OSError: the file cannot be read; during reading: the file is damaged.
     """
-    file, codec = open_raw(path), COMPRESSED.get(codec_ending(path))
+    file, codec = open_raw(path), COMPRESSED.get(compression_ending(path))
     if codec is None:
         return file
     if on_read is not None:
@@ -94,7 +94,7 @@ def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[by
     return io.BufferedReader(stream, 1 << 17)
 
 
-def codec_ending(path: str) -> str:
+def compression_ending(path: str) -> str:
     """Returns the ending of a compressed file's name in lower case; "" for other files."""
     ending = os.path.splitext(path)[1].lower()
     return ending if ending in COMPRESSED else ""

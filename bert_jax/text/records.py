@@ -74,7 +74,7 @@ class SourceRecord(NamedTuple):
         if isinstance(value, bytes):  # as TFDS gives texts
             value = decode_utf8(value, f"{self.location}: column {column!r}")
         if value is None or isinstance(value, str):
-            return encodable(value or "")
+            return replace_surrogates(value or "")
         raise InputError(
             f"{self.location}: column {column!r} is {quote_value(value)}, not a text; the columns "
             f"are {self._quote_columns()}; {_TEXT_FIELD_ADVICE}"
@@ -255,7 +255,7 @@ def decode_utf8(data: bytes, where: str) -> str:
         raise InputError(f"{where}: not UTF-8 ({error})") from error
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Returns a text with U+FFFD for lone surrogates, which JSON may contain."""
     if _SURROGATE.search(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -23,7 +23,16 @@ _NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
 # Maximum number of endings or folders that a message lists.
 _MAX_LISTED = 5
 # Attributes of files in fsspec that change with the content.
-_VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", "mtime", "created")
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5",
+    "blob_id",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
 
 # Paths of files with their entries in the listing of a bucket; None outside of buckets.
 Files = dict[str, buckets.ObjectEntry | None]
@@ -45,7 +54,7 @@ def source_from_path(path: str) -> str:
 
 def kinds_in(path: str) -> list[str]:
     """Returns the kinds of sources that can read a file, or files of a folder."""
-    paths, unread = find_files(f"text:{path}")  # both together are the files of any kind
+    paths, unread = find_files(f"text:{path}")  # together all files there
     kinds = {kind_of_file(path) for path in (*paths, *unread)}
     return [kind for kind in FILE_ENDINGS if kind in kinds]
 
@@ -93,9 +102,9 @@ def find_files(source: str, seconds: float | None = None) -> tuple[Files, list[s
 def files_below(folder: str) -> list[str]:
     """Returns all files below a folder of this machine, sorted by their paths.
 
-    Linked folders are entered once, those nearest to `folder` first. Below a folder with a linked
-    folder, a file with two paths is listed once. Below other folders, a link to a file is listed
-    like a file, as in corpora that earlier versions prepared.
+    Linked folders are entered once, those nearest to `folder` first; what is listed already is not
+    listed again below them. Without linked folders a link to a file is listed like a file, as in
+    corpora that earlier versions prepared.
     """
     all_paths: list[str] = []
     # Real paths of entered folders and, once a linked folder is met, of known files.
@@ -148,7 +157,7 @@ def _expand_pattern(pattern: str) -> list[str]:
     literal = re.split(r"[*?[]", pattern)[0]
     root = literal[: literal.rfind("/") + 1]
     parts = pattern.removeprefix(root).split("/")
-    # Handled below: ** as a whole part, and no part that begins with a dot.
+    # Below ** is a whole part, and no part begins with a dot; `glob` expands other patterns.
     is_plain = all(part == "**" or ("**" not in part and part[:1] != ".") for part in parts)
     if "**" not in parts or not is_plain or not os.path.isdir(root or "."):
         return glob.glob(pattern, recursive=True)
@@ -158,7 +167,7 @@ def _expand_pattern(pattern: str) -> list[str]:
 
 
 def _find_remote(address: str, seconds: float | None) -> tuple[Files, bool]:
-    """Returns the files at an address, and whether the address is a folder's."""
+    """Returns the files at an address, and whether it is a folder."""
     if address.startswith("gs://"):
         return _find_in_bucket(address, seconds)
     system, name = line_reader.filesystem_of(address)
@@ -168,12 +177,12 @@ def _find_remote(address: str, seconds: float | None) -> tuple[Files, bool]:
 
 
 def _find_in_bucket(address: str, seconds: float | None) -> tuple[Files, bool]:
-    """Returns the objects of a name, a folder or a pattern; see `_find_remote`."""
+    """Returns the object of this name, or those in the folder or that match the pattern."""
     folder, pattern = re.sub(r"(?<=[^:/])/*$", "/", address), ""
     if glob.has_magic(address):
         literal = re.split(r"[*?[]", address)[0]
         folder, pattern = literal[: literal.rfind("/") + 1], glob_translate(address)
-    buckets.is_gs_url(folder)  # raises InputError for a pattern as the bucket's name
+    buckets.is_in_bucket(folder)  # called since it refuses a pattern as the bucket's name
     has_name = buckets.split(address)[1] != ""
     if has_name and (entry := buckets.describe(address, seconds)):
         return {address: entry}, False
@@ -195,14 +204,14 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
         return path if "://" in path else f"{real_path(folder)}/{name}"
 
     unread: dict[str, list[str]] = {}
-    known: set[str] = set()  # files that are read or in an earlier line
+    known: set[str] = set()  # files that a source reads, or that an earlier line counts
     for source in corpus.sources:
         kind, _, location = source.partition(":")
         if kind in FILE_ENDINGS:
             paths, unread[source] = find_files(source, seconds)
             known.update(map(identity, paths))
         else:
-            unread[source] = tfds_files.unread_splits(_dataset(kind, location))
+            unread[source] = tfds_files.unread_splits(_dataset_folder(kind, location))
     lines: list[str] = []
     for source, paths in unread.items():
         kind, _, location = source.partition(":")
@@ -238,7 +247,7 @@ def _summary(paths: list[str]) -> str:
 
 
 def _ending(path: str) -> str:
-    compression = line_reader.codec_ending(path)
+    compression = line_reader.compression_ending(path)
     name = os.path.basename(path).lower().removesuffix(compression)
     return os.path.splitext(name)[1] + compression or "without an ending"
 
@@ -250,7 +259,7 @@ def _advice(paths: list[str], location: str) -> str:
     return "".join(f"; {text}" for text in advice)
 
 
-def _dataset(kind: str, location: str) -> epath.PathLike:
+def _dataset_folder(kind: str, location: str) -> epath.PathLike:
     return tfds_files.find(location) if kind == "tfds" else location
 
 
@@ -266,7 +275,7 @@ def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, 
         if kind in FILE_ENDINGS:
             paths = require_files(source, seconds)
         else:
-            paths = {f"{_dataset(kind, location)}/dataset_info.json": None}
+            paths = {f"{_dataset_folder(kind, location)}/dataset_info.json": None}
         rows += [{"file": path, **stat(path, seconds, entry)} for path, entry in paths.items()]
     return rows
 
@@ -288,7 +297,7 @@ def stat(
                     "give the local file"
                 )
             # Not every file system has dates, and listings have other attributes than single files.
-            version = str(next(filter(None, map(info.get, _VERSIONS)), "")).strip('"')
+            version = str(next(filter(None, map(info.get, _VERSION_KEYS)), "")).strip('"')
             mtime_ns = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
             size, mtime_ns = storage_of(path).stat(path, seconds, entry)

@@ -188,7 +188,7 @@ def _decode(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[d
 
 
 def _damaged(path: epath.Path, reason: str) -> InputError:
-    return InputError(f"{path}: missing or damaged ({reason}); put the whole file back")
+    return InputError(f"{path}: missing or damaged ({reason}); restore the original file")
 
 
 def _read_raw(kind: str, path: str, start: int, stop: int) -> Iterator[bytes]:

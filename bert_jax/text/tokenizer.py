@@ -27,8 +27,8 @@ FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
 MAX_WORD = 200
-# How many chunks between whitespace are cached, of sentences that are not ASCII, and their maximum
-# length. Longer chunks, as in Chinese, rarely occur twice.
+# The cache of chunks between whitespace, for sentences that are not ASCII: its number of entries,
+# and the maximum length of a chunk. Longer chunks, as in Chinese, rarely occur twice.
 _CACHED_CHUNKS, _MAX_CACHED_LENGTH = 100_000, 30
 
 Case = Literal["uncased", "cased"]
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
         return self.encode(text)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields (first character, one past the last, ids within the text) of each word."""
+        """Yields (start, end, token ids) of each word; the ids are those it has in this text."""
         for start, end in word_spans(text, self):
             yield start, end, self.encode(text[start:end])
 
@@ -219,7 +219,9 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
         return library.read(file)
     if path.is_dir():
         if not file.exists():
-            raise InputError(f"{path}: no {library.FILE}; give a vocab.txt, or {library.CONVERT}")
+            raise InputError(
+                f"{path}: no {library.FILE}; give a vocab.txt, or {library.CONVERT_ADVICE}"
+            )
         record = read_json(file, FORMAT_VERSION)
         with translate_parser_errors(file):
             name = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}[
@@ -297,13 +299,13 @@ class UnknownShare:
         """The share of unknown tokens, in [0, 1]; 0 without tokens."""
         return self._unknown / max(self._tokens, 1)
 
-    def warning(self, texts: str) -> str:
-        """Returns a warning about `texts`, a description; "" if few tokens are unknown."""
+    def warning(self, described: str) -> str:
+        """Returns a warning, in which `described` names the texts; "" if few tokens are unknown."""
         if self.value <= MAX_UNKNOWN_SHARE:
             return ""
         return (
-            f"warning: {self.value:.0%} of {texts} is [UNK]: the vocabulary cannot represent this "
-            "text, and the model does not see it; use a model for this language and script"
+            f"warning: {self.value:.0%} of {described} is [UNK]: the vocabulary cannot represent "
+            "this text, and the model does not see it; use a model for this language and script"
         )
 
 

@@ -150,7 +150,7 @@ class Pretraining:
 def pretraining_objective(model: Model, data: Data) -> Objective:
     """Returns the objective of `data.objective`, or of custom code."""
     if data.code:
-        return code.function(data.code)(model, data)
+        return code.load_function(data.code)(model, data)
     return Pretraining(model, data.objective)
 
 

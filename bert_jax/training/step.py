@@ -24,7 +24,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from bert_jax.config import SKIPPED_STEPS, Model, Optimizer, Parallelism
+from bert_jax.config import MAX_SKIPPED_STEPS, Model, Optimizer, Parallelism
 from bert_jax.model import losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import gradients as gradients_lib
@@ -54,7 +54,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
         "step": jnp.zeros([], jnp.int32),
         "params": params,
         "optimizer": optimizer_lib.make_optimizer(optimizer).init(params),
-        "skipped_steps": jnp.full(SKIPPED_STEPS, -1, jnp.int32),
+        "skipped_steps": jnp.full(MAX_SKIPPED_STEPS, -1, jnp.int32),
         "bad_in_a_row": jnp.zeros([], jnp.int32),
     }
 

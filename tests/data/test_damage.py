@@ -11,7 +11,10 @@ from etils import epath
 
 from bert_jax.data import corpus, stream
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import lock, with_checksum
+from bert_jax.storage.locks import lock
+from bert_jax.storage.workdir import (
+    with_checksum,
+)
 
 FOLDER = epath.Path("corpus")
 
@@ -27,7 +30,7 @@ def flip(name):
 ARRAYS = ("ids.bin", "sentence_offsets.bin", "document_offsets.bin", "unigrams.bin")
 # Files of a corpus, and what to do about a damaged one.
 FILES = {
-    "manifest.json": "put the whole file back",
+    "manifest.json": "restore the original file",
     "tokenizer/tokenizer.json": "put its own tokenizer back",
     "tokenizer/vocab.txt": "put its own tokenizer back",
     **dict.fromkeys(

@@ -16,8 +16,11 @@ from bert_jax.distributed import peers, rendezvous
 from bert_jax.distributed.rendezvous import ProcessInfo
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
+from bert_jax.storage.locks import lock
 from bert_jax.storage.mirror import Mirror
-from bert_jax.storage.workdir import Workdir, lock
+from bert_jax.storage.workdir import (
+    Workdir,
+)
 from bert_jax.training.recompute_check import SilentCorruption
 
 

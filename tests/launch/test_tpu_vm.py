@@ -159,8 +159,9 @@ def test_a_run_whose_exit_code_is_not_written_yet_is_running(checkout, programs,
     subprocess.run(["bash", tmp_path / "start.sh"], check=True)
     while not (tmp_path / "run.exit.new").exists():
         time.sleep(0.02)
-    assert code() == "running"
+    before = code()
     (tmp_path / "go").touch()
+    assert before == "running"
     while code() == "running":
         time.sleep(0.02)
     assert code() == "0"

@@ -118,7 +118,7 @@ def test_one_object_is_fetched_and_checked(sent, tmp_path):
 
 
 def test_processes_of_a_host_make_one_copy(objects):
-    with copies.lock_copy(THERE) as copy, open(f"{copy}.lock", "ab") as other:
+    with copies.lock_corpus_copy(THERE) as copy, open(f"{copy}.lock", "ab") as other:
         import fcntl
 
         with pytest.raises(BlockingIOError):

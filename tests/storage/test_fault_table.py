@@ -32,8 +32,8 @@ from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, mirror, retry
+from bert_jax.storage.locks import Holder
 from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import Holder
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"

@@ -13,8 +13,11 @@ from test_buckets import only
 
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
+from bert_jax.storage.locks import Holder
 from bert_jax.storage.mirror import Mirror
-from bert_jax.storage.workdir import Holder, Workdir
+from bert_jax.storage.workdir import (
+    Workdir,
+)
 
 RUN = epath.Path("gs://bucket/run")
 

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from bert_jax.config import PredictionFile
-from bert_jax.storage.workdir import new_file, write_atomic
+from bert_jax.storage.workdir import replace_atomically, write_atomic
 from bert_jax.tasks.examples import Example, Tagged
 from bert_jax.tasks.finetuned_model import TaskModel
 
@@ -57,7 +57,7 @@ def _tagged_lines(examples: Sequence[Any], answers: Sequence[dict[str, Any]]) ->
 
 def write_archive(paths: Sequence[epath.Path], archive: epath.Path) -> None:
     """Writes a zip file of files, without folders."""
-    with new_file(archive) as temporary, zipfile.ZipFile(temporary, "w") as zipped:
+    with replace_atomically(archive) as temporary, zipfile.ZipFile(temporary, "w") as zipped:
         for path in paths:
             member = zipfile.ZipInfo(path.name, _TIME)
             zipped.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)

@@ -24,7 +24,12 @@ from etils import epath
 from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError, pluralize, printable
-from bert_jax.storage.workdir import lock, require_local, translate_os_errors, write_atomic
+from bert_jax.storage.locks import lock
+from bert_jax.storage.workdir import (
+    require_local,
+    translate_os_errors,
+    write_atomic,
+)
 from bert_jax.tools.verify import compare, resume
 from bert_jax.tools.verify.compare import Journal, StateComparison
 from bert_jax.tools.verify.faults import Plan
