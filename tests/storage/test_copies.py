@@ -2,13 +2,15 @@
 
 import os
 import pathlib
+import types
 
 import pytest
 from etils import epath
 from fake_gcs import Fault
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import copies, mirror, retry
+from bert_jax.storage import buckets, copies, mirror, retry
+from bert_jax.storage.storage import storage_of
 
 THERE = epath.Path("gs://bucket/corpus")
 LARGE = bytes(range(256)) * 40  # 10,240 bytes
@@ -115,6 +117,27 @@ def test_one_object_is_fetched_and_checked(sent, tmp_path):
     assert files(tmp_path) == {"large": LARGE}
     with pytest.raises(InputError, match="gs://bucket/corpus/none: is missing"):
         copies.download(THERE / "none", epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["download", "open"])
+def test_an_outage_in_the_middle_of_an_object_is_waited_for_once(how, sent, tmp_path, monkeypatch):
+    """The whole object was waited for again once one of its parts had been given up."""
+    waited = []
+    clock = types.SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
+    monkeypatch.setattr(retry, "time", clock), monkeypatch.setattr(copies, "time", clock)
+    monkeypatch.setattr(copies, "PIECE", len(LARGE))
+
+    def fail(*args):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(buckets, "_request_content", fail)
+    with pytest.raises(Unavailable, match="gs://bucket/corpus/a/large"):
+        if how == "download":
+            copies.download(THERE / "a/large", epath.Path(tmp_path))
+        else:
+            file = storage_of(THERE).open(THERE / "a/large")
+            file.read()
+    assert retry.GIVE_UP - retry.LONGEST_WAIT <= sum(waited) <= retry.GIVE_UP
 
 
 def test_processes_of_a_host_make_one_copy(objects):
