@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_391,
     "benchmarks": 3_052,
     "experiments": 1_728,
-    "tests": 37_602,
+    "tests": 37_603,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -248,6 +248,7 @@ def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
 
 def test_a_refusal_ends_what_is_under_way(job, monkeypatch):
     monkeypatch.setattr(compile_lib, "compile_job", stand_in.refuse_the_second)
+    monkeypatch.setattr(compile_lib.system, "cores", lambda: 2)  # with one, the second waits
     began = time.monotonic()
     with pytest.raises(InputError, match="v5e:8x8: phases"):
         compile_lib.compile_all([job, dataclasses.replace(job, phase=1)], print)
