@@ -41,7 +41,7 @@ ABOVE = {
     "checkpoints": 1_205,
     "cli": 2_329,
     "config": 2_611,
-    "data": 3_713,
+    "data": 3_733,
     "distributed": 1_120,
     "embeddings": 1_554,
     "interop": 2_767,

@@ -39,23 +39,23 @@ _BLOCK = 1 << 13
 class Removals:
     """The tokens that A and B lose in truncation, and in which order (`truncate_seq_pair`).
 
-    The longer side loses `lead` tokens. Then B and A alternately lose `rest` tokens, B first, since
-    a tie takes from B.
+    First the longer side loses `from_longer` tokens. Then B and A lose `alternating` tokens in turn,
+    B first, since a tie takes from B.
     """
 
-    a_leads: np.ndarray  # bool [B], A is the longer side
-    lead: np.ndarray  # int64 [B]
-    rest: np.ndarray  # int64 [B]
+    a_is_longer: np.ndarray  # bool [B], A is the longer side
+    from_longer: np.ndarray  # int64 [B]
+    alternating: np.ndarray  # int64 [B]
 
     @property
     def a_total(self) -> np.ndarray:
         """Tokens that A loses, int64 [B]."""
-        return np.where(self.a_leads, self.lead, 0) + self.rest // 2
+        return np.where(self.a_is_longer, self.from_longer, 0) + self.alternating // 2
 
     @property
     def b_total(self) -> np.ndarray:
         """Tokens that B loses, int64 [B]."""
-        return np.where(self.a_leads, 0, self.lead) + (self.rest + 1) // 2
+        return np.where(self.a_is_longer, 0, self.from_longer) + (self.alternating + 1) // 2
 
 
 class SequentialDraws:
@@ -79,31 +79,37 @@ class SequentialDraws:
             return np.array([self._rng.randint(2, max_num_tokens)])
         return np.array([max_num_tokens])
 
-    def split_point(self, sentences: np.ndarray) -> np.ndarray:
+    def split_point(self, sentence_counts: np.ndarray) -> np.ndarray:
         """Calls `randint` if there is a choice."""
-        return np.array([self._rng.randint(1, sentences[0] - 1) if sentences[0] >= 2 else 1])
+        return np.array(
+            [self._rng.randint(1, sentence_counts[0] - 1) if sentence_counts[0] >= 2 else 1]
+        )
 
-    def is_random(self, needed: np.ndarray) -> np.ndarray:
+    def draw_random_next(self, needed: np.ndarray) -> np.ndarray:
         """Calls `random` if the draw is needed."""
         return np.array([bool(needed[0]) and self._rng.random() < 0.5])
 
-    def other_document(self, documents: int, this: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    def other_document(
+        self, document_count: int, current: np.ndarray, needed: np.ndarray
+    ) -> np.ndarray:
         """Calls `randint` until the document is another."""
-        other = int(this[0])
+        other = int(current[0])
         for _ in range(_ATTEMPTS * needed[0]):
-            other = self._rng.randint(0, documents - 1)
-            if other != this[0]:
+            other = self._rng.randint(0, document_count - 1)
+            if other != current[0]:
                 break
         return np.array([other])
 
-    def start_sentence(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    def start_sentence(self, sentence_counts: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Calls `randint` if the draw is needed."""
-        return np.array([self._rng.randint(0, sentences[0] - 1) if needed[0] else 0])
+        return np.array([self._rng.randint(0, sentence_counts[0] - 1) if needed[0] else 0])
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
         """Calls `random` for each lost token, in the order of their removal."""
-        lead, rest = int(removals.lead[0]), int(removals.rest[0])
-        sides = [bool(removals.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
+        from_longer, alternating = int(removals.from_longer[0]), int(removals.alternating[0])
+        sides = [bool(removals.a_is_longer[0])] * from_longer + [
+            bool(i % 2) for i in range(alternating)
+        ]
         cuts = {True: 0, False: 0}
         for is_a in sides:
             cuts[is_a] += self._rng.random() < 0.5
@@ -138,8 +144,8 @@ class CounterDraws:
 
     Args:
       key: the result of `key_of`.
-      rows: int64 or uint64 [B]. For a batch the numbers of the rows in their phase; for a plan the
-        numbers of documents, or of the first sentences of chunks.
+      rows: int64 or uint64 [B]. For a batch the indices of rows in their phase; for a plan the
+        indices of documents, or of the first sentences of chunks.
     """
 
     def __init__(self, key: tuple[int, int], rows: np.ndarray):
@@ -147,47 +153,55 @@ class CounterDraws:
         self._rows = np.asarray(rows, np.uint64)
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Draws target lengths: the maximum, or with `short_seq_prob` any from 2; int64 [B].
+        """Draws target lengths, int64 [B]: the maximum, or with `short_seq_prob` any from 2 to it.
 
-        One random word decides whether a target is short, another its length.
+        One random integer decides whether a target is short, another its length.
         """
-        words = self._words(_TARGET, 2)
+        words = self._uint32s(_TARGET, 2)
         short = words[:, 0] < short_seq_prob * 2**32
         return np.where(
             short, 2 + bounded_integers(words[:, 1], max_num_tokens - 1), max_num_tokens
         )
 
-    def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """Returns how many sentences of a chunk make A, from 1, int64 [B]: by 31 bits of a word."""
-        return 1 + ((self._chunk_words >> 1) * (sentences - 1) >> 31)
+    def split_point(self, sentence_counts: np.ndarray) -> np.ndarray:
+        """Draws how many sentences of a chunk make A, int64 [B], from 1 to all but one.
 
-    def is_random(self, needed: np.ndarray) -> np.ndarray:
-        """Returns whether B comes from another document, bool [B]: the last bit of the word."""
-        return (self._chunk_words & 1).astype(bool)
+        Uses the upper 31 bits of the chunk's draw.
+        """
+        return 1 + ((self._chunk_draws >> 1) * (sentence_counts - 1) >> 31)
 
-    def other_document(self, documents: int, this: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Draws another document than `this`, or `this` after ten such draws; int64 [B]."""
-        other = bounded_integers(self._random_next_words[:, 1], documents)
-        again = np.flatnonzero(other == this)
+    def draw_random_next(self, needed: np.ndarray) -> np.ndarray:
+        """Returns whether B comes from another document, bool [B]: the last bit of the draw."""
+        return (self._chunk_draws & 1).astype(bool)
+
+    def other_document(
+        self, document_count: int, current: np.ndarray, needed: np.ndarray
+    ) -> np.ndarray:
+        """Draws another document than `current`, or `current` after ten such draws; int64 [B]."""
+        other = bounded_integers(self._random_next_draws[:, 1], document_count)
+        again = np.flatnonzero(other == current)
         if len(again):
-            # Word 1 is the draw above, the first attempt. `argmax` takes it if all give `this`.
-            words = CounterDraws(self._key, self._rows[again])._words(_RANDOM_NEXT, 1 + _ATTEMPTS)
-            attempts = bounded_integers(words[:, 1:], documents)
-            column = np.argmax(attempts != this[again, None], axis=1)
+            # Column 1 repeats the draw above. `argmax` is 0, so takes it, if no attempt differs.
+            words = CounterDraws(self._key, self._rows[again])._uint32s(_RANDOM_NEXT, 1 + _ATTEMPTS)
+            attempts = bounded_integers(words[:, 1:], document_count)
+            column = np.argmax(attempts != current[again, None], axis=1)
             other[again] = attempts[np.arange(len(again)), column]
         return other
 
-    def start_sentence(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    def start_sentence(self, sentence_counts: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Returns the sentence in its document at which a random B starts; int64 [B]."""
-        return bounded_integers(self._random_next_words[:, 0], sentences)
+        return bounded_integers(self._random_next_draws[:, 0], sentence_counts)
 
     def first_length(self, most: int) -> np.ndarray:
-        """Draws the number of tokens in the first row of an epoch, from 1; int64 [B]."""
-        return 1 + bounded_integers(self._words(_FIRST_LENGTH, 1)[:, 0], most)
+        """Draws the number of tokens in the first row of an epoch, from 1 to `most`; int64 [B].
+
+        A shorter first row shifts the borders of all rows from epoch to epoch.
+        """
+        return 1 + bounded_integers(self._uint32s(_FIRST_LENGTH, 1)[:, 0], most)
 
     @functools.cached_property
-    def _chunk_words(self) -> np.ndarray:
-        """Returns a word for each row, int64 [B]; four consecutive rows share a Philox block."""
+    def _chunk_draws(self) -> np.ndarray:
+        """Draws 32 bits for each row, int64 [B]; four consecutive rows share a Philox block."""
         rows = self._rows
         if not len(rows):
             return np.empty(0, np.int64)
@@ -202,9 +216,9 @@ class CounterDraws:
         return words.ravel()[index.view(np.int64)].astype(np.int64)
 
     @functools.cached_property
-    def _random_next_words(self) -> np.ndarray:
-        """Returns words for the start of a random B and for the first attempts at its document."""
-        return self._words(_RANDOM_NEXT, 4)
+    def _random_next_draws(self) -> np.ndarray:
+        """Draws for a random B: column 0 is for its start, 1 for the first try of its document."""
+        return self._uint32s(_RANDOM_NEXT, 4)
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
         """Returns how many of the tokens that A and B lose are at the front; int64 [B] each.
@@ -221,7 +235,7 @@ class CounterDraws:
         Sorts a random word for each candidate. Entries of row r from counts[r] on mean nothing.
         """
         columns = int(counts.max())
-        keys = self._words(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
+        keys = self._uint32s(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
         column = np.arange(columns, dtype=np.uint64)
         keys |= column
         is_unused = column >= counts[:, None].astype(np.uint64)
@@ -235,7 +249,7 @@ class CounterDraws:
 
         Lengths are in words and geometric, from 1 to LONGEST_SPAN; 3.8 on average.
         """
-        bits = self._words(_SPANS, int(counts.max()))
+        bits = self._uint32s(_SPANS, int(counts.max()))
         return 1 + np.searchsorted(np.cumsum(_SPAN_PROBABILITIES)[:-1] * 2**32, bits, "right")
 
     def replacements(
@@ -243,7 +257,7 @@ class CounterDraws:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draws the replacements of predicted tokens: kind uint8 [B, P], a random id [B, P]."""
         columns = int(counts.max())
-        words = self._words(_REPLACEMENTS, 2 * columns)
+        words = self._uint32s(_REPLACEMENTS, 2 * columns)
         # Interleaved: the words of a row must not depend on the number of tokens in other rows.
         kind, token = words[:, ::2], words[:, 1::2]
         kinds = np.full(kind.shape, MASK, np.uint8)
@@ -251,8 +265,8 @@ class CounterDraws:
         kinds[kind >= int((1.0 - random_share) * 2**32)] = RANDOM
         return kinds, bounded_integers(token, vocab_size)
 
-    def _words(self, purpose: int, columns: int) -> np.ndarray:
-        """Returns random words of 32 bits, uint32 [B, columns]."""
+    def _uint32s(self, purpose: int, columns: int) -> np.ndarray:
+        """Draws random integers of 32 bits, uint32 [B, columns]."""
         blocks = -(-columns // 4)
         out = np.empty((len(self._rows), blocks, 4), np.uint32)
         step = max(1, _BLOCK // max(1, blocks))
@@ -273,10 +287,11 @@ class CounterDraws:
         blocks = -(-flat // 128)
         entry = np.repeat(np.arange(len(flat)), blocks)
         block = np.arange(len(entry)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        number = np.broadcast_to(self._rows, trials.shape).ravel()[entry]
+        row = np.broadcast_to(self._rows, trials.shape).ravel()[entry]
         purpose = np.broadcast_to(purposes, trials.shape).ravel()[entry]
-        low, high = number & _LOW, number >> np.uint64(32)
+        low, high = row & _LOW, row >> np.uint64(32)
         bits = philox(block, low, high, purpose, self._key)
+        # How many of the 32 bits of each integer count.
         widths = flat[entry, None] - 32 * (4 * block[:, None] + np.arange(4))
         widths = np.clip(widths, 0, 32).astype(np.uint64)
         bits = bits.astype(np.uint64) & ((np.uint64(1) << widths) - np.uint64(1))
@@ -293,7 +308,7 @@ def bounded_integers(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
 
 
 def permutation(key: tuple[int, int], index: int, count: int) -> np.ndarray:
-    """Returns random order `index` of `count` rows, int64: the stable argsort of Philox words."""
+    """Returns the permutation number `index` of `count` rows, int64: argsort of random integers."""
     order = np.empty(count, np.uint64)
     for start in range(0, count, 4 * _BLOCK):
         part = order[start : start + 4 * _BLOCK]
@@ -350,7 +365,8 @@ def philox(
 
     The words of counters and key are uint64 below 2**32; returns uint32 [..., 4].
     """
-    # Not broadcast here, so that the first two rounds work on rows or columns alone.
+    # Not broadcast at first: with rows [B, 1] and columns [N] the first two rounds multiply only
+    # the small arrays.
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in (c0, c1, c2, c3))
     k0, k1 = key
     shift = np.uint64(32)

@@ -208,7 +208,7 @@ def _split_chunks(
     sentences = end - first
     of_a = draws.split_point(sentences)
     is_single = sentences == 1
-    return of_a, np.where(is_single | draws.is_random(~is_single), 0, sentences - of_a)
+    return of_a, np.where(is_single | draws.draw_random_next(~is_single), 0, sentences - of_a)
 
 
 def rows(stream: Stream, chunks: np.ndarray, draws: Draws, kind: PairKind = "pairs") -> np.ndarray:
@@ -227,7 +227,7 @@ def rows(stream: Stream, chunks: np.ndarray, draws: Draws, kind: PairKind = "pai
     if kind == "swapped_pairs":
         result["b_offset"] = offsets[b_first]
         result["b_length"] = offsets[b_last] - result["b_offset"]
-        swapped = draws.is_random(np.ones(len(chunks), bool))
+        swapped = draws.draw_random_next(np.ones(len(chunks), bool))
         for a, b in (("a_offset", "b_offset"), ("a_length", "b_length")):
             old_a, old_b = result[a].copy(), result[b].copy()
             result[a], result[b] = np.where(swapped, (old_b, old_a), (old_a, old_b))
@@ -297,9 +297,9 @@ def truncate(rows: np.ndarray, sequence_length: int, draws: Draws) -> Pairs:
     Each token is removed from the longer side (B in a tie), at the front or the end by a draw.
     """
     a_length, b_length = rows["a_length"].astype(np.int64), rows["b_length"].astype(np.int64)
-    excess = np.maximum(a_length + b_length - (sequence_length - SPECIAL_TOKENS), 0)
-    lead = np.minimum(excess, np.abs(a_length - b_length))
-    removals = Removals(a_length > b_length, lead, excess - lead)
+    total = np.maximum(a_length + b_length - (sequence_length - SPECIAL_TOKENS), 0)
+    from_longer = np.minimum(total, np.abs(a_length - b_length))
+    removals = Removals(a_length > b_length, from_longer, total - from_longer)
     a_front, b_front = draws.front_cuts(removals)
     return Pairs(
         rows["a_offset"].astype(np.int64) + a_front,

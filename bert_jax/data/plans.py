@@ -3,7 +3,7 @@
 A plan is made once per host and memory-mapped by all processes there. A plan of a small split takes
 a tenth of a second and is made in memory by the process that needs it. Plans of a large split are
 files in the cache of this host. A worker process makes such a file before the epoch begins, so that
-planning does not hold the interpreter's lock of the training process, which may end at any time.
+planning does not hold the GIL of the training process. The training process may end meanwhile.
 
     CACHE/plans/NAME.plan   the rows in the random order of the epoch, `pairs.chunk_dtype` [rows]
                             as `np.save` writes it: a chunk tells which sentences form a row; NAME
@@ -43,8 +43,10 @@ from bert_jax.storage.workdir import (
 # What a row consists of: a pair with a random or a swapped B, or packed sentences.
 Units = Literal["pairs", "swapped_pairs", "sentences"]
 
-# Versions of the format of row counts, and of plans: of their random draws and their format.
-COUNTS_VERSION, PLAN_VERSION = 2, 4
+# Version of the format of row counts.
+COUNTS_VERSION = 2
+# Version of plans: changes with their format or their random draws.
+PLAN_VERSION = 4
 
 # Number of plans that a host keeps, the most recently used: enough for three runs.
 _PLANS_KEPT = 8
@@ -65,7 +67,8 @@ _BUCKET_SECONDS = 10.0
 class PlanSpec(NamedTuple):
     """Everything that determines the plans of a phase, except the token stream."""
 
-    key_parts: tuple[object, ...]  # (seed, split, phase); they and the epoch give a random key
+    # (seed, split, phase) and, in a mixture, the source; they and the epoch give a random key.
+    key_parts: tuple[object, ...]
     sequence_length: int  # of a row, with [CLS] and [SEP]
     short_seq_prob: float  # share of documents cut into shorter pairs
     units: Units = "pairs"
@@ -155,7 +158,7 @@ class Plans:
 
     stream: Stream  # token stream of the split
     spec: PlanSpec
-    # For the names of plans; "": the stream is in memory, and so are its plans.
+    # A part of the names of files; not used for a stream in memory, whose plans are in memory too.
     corpus_sha256: str = ""
     counts_path: epath.Path | None = None  # the file that `read_counts` reads
     # The same file in the corpus's bucket; only in the one process that sends counts.
@@ -244,7 +247,7 @@ class Plans:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
     def _open_or_begin(self, epoch: int) -> np.ndarray | None:
-        """Opens a plan; or starts to make it, unless a worker makes that of any epoch."""
+        """Opens a plan if it exists; else starts a worker for it, unless one is working already."""
         if self._worker is not None and workers.wait([self._worker], 0):
             self._close_finished(self._worker)
         path = self._path(epoch)
@@ -271,13 +274,14 @@ class Plans:
 
     def _path(self, epoch: int) -> str:
         key_parts, *settings = self.spec
+        # `documents` is the range of the corpus's documents that the stream has.
         inputs = self.corpus_sha256, self.stream.documents, (key_parts, epoch, *settings)
         name = hashlib.sha256(repr((PLAN_VERSION, *inputs)).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
     def _count_key(self) -> str:
-        """Returns the key of the row count in its file; `key_parts` name a mixture's source."""
+        """Returns the key of the row count in its file."""
         key_parts, length, short_seq_prob, units = self.spec
         name = "/".join(map(str, (self.corpus_sha256[:16], *key_parts)))
         name += f"/length={length}/short_seq_prob={short_seq_prob}"

@@ -92,7 +92,7 @@ def test_seeds_splits_phases_and_purposes_have_other_draws():
     keys = {draws.key_of(s, split, p) for s in (0, 1) for split in "tv" for p in (0, 1)}
     assert len(keys) == 8
     assert all(0 <= word < 2**32 for key in keys for word in key)
-    words = [counter([0])._words(purpose, 8).tolist() for purpose in range(8)]
+    words = [counter([0])._uint32s(purpose, 8).tolist() for purpose in range(8)]
     assert len({str(w) for w in words}) == 8
 
 
@@ -159,7 +159,7 @@ def chunk_answers(sentences):
     c, asked = counter(sentences), np.ones(len(sentences), bool)
     answers = (
         c.split_point(2 + sentences % 30),
-        c.is_random(asked),
+        c.draw_random_next(asked),
         c.other_document(3, sentences % 3, asked),
         c.start_sentence(1 + sentences % 50, asked),
     )
@@ -198,7 +198,7 @@ def test_one_document_in_so_many_has_short_pairs_of_any_length():
 def test_a_chunk_is_split_anywhere_and_half_of_all_b_are_random():
     n = 40_000
     c, asked = counter(np.arange(n)), np.ones(n, bool)
-    split, random_next = c.split_point(np.full(n, 8)), c.is_random(asked)
+    split, random_next = c.split_point(np.full(n, 8)), c.draw_random_next(asked)
     assert_uniform(split - 1, 7)
     assert abs(random_next.mean() - 0.5) <= 4 * 0.5 / np.sqrt(n)
     assert abs(np.corrcoef(split, random_next)[0, 1]) < 4 / np.sqrt(n)
@@ -247,6 +247,6 @@ def test_the_draws_of_this_version_are_those_of_the_last():
     asked = np.ones(4, bool)
     assert counter([0, 1]).target_length(125, 1.0).tolist() == TARGETS
     assert sentences.split_point(np.full(4, 9)).tolist() == SPLITS
-    assert sentences.is_random(asked).tolist() == ARE_RANDOM
+    assert sentences.draw_random_next(asked).tolist() == ARE_RANDOM
     assert sentences.other_document(1000, np.zeros(4, int), asked).tolist() == OTHERS
     assert sentences.start_sentence(np.full(4, 100), asked).tolist() == STARTS

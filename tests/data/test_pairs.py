@@ -90,8 +90,8 @@ class Answers(draws.SequentialDraws):
     def split_point(self, sentences):
         return self.chunk.split_point(sentences)
 
-    def is_random(self, asked):
-        return self.chunk.is_random(asked)
+    def draw_random_next(self, asked):
+        return self.chunk.draw_random_next(asked)
 
     def other_document(self, *asked):
         return self.chunk.other_document(*asked)
