@@ -220,7 +220,7 @@ class Benchmark:
                 return None, "stopped"
             self._progress.report(f"benchmark {self.suite.name}: {title}")
             folder = f"{task.task.name}_{title.rpartition(': ')[2]}-{key[:8]}"
-            located = suite_files.locate(experiment, task.folder)
+            located = config.locate_files(experiment, task.folder)
             origin = config.origin_of(self.suite.name, overrides, located)
             member = SweepRun(folder, settings, located, origin)
             progress = self._progress if self._workers is None else None
@@ -337,7 +337,7 @@ def _write_predictions(
     run: epath.Path, task: CheckedTask, files: Sequence[PredictionFile], folder: epath.Path
 ) -> None:
     """Writes files of predictions of a run into a folder."""
-    model, located = TaskModel(Workdir(run)), suite_files.locate(task.task.experiment, task.folder)
+    model, located = TaskModel(Workdir(run)), config.locate_files(task.task.experiment, task.folder)
     for file in files:
         rows = list(suite_files.read_file(file, located.task, task.folder))
         with create_folder(folder):
