@@ -8,7 +8,6 @@ of a file with that which the server states; the hash is compared here.
 """
 
 import contextlib
-import fnmatch
 import hashlib
 import os
 import re
@@ -129,24 +128,20 @@ def _require_hashes(model: HubModel, folder: epath.Path) -> None:
 
     It is the SHA-256 of a file of Git LFS, and the hash of Git (SHA-1) for other files.
     """
-    for link in sorted(folder.rglob("*")):
-        name = link.relative_to(folder).as_posix()
-        if not link.is_file() or not any(fnmatch.fnmatch(name, pattern) for pattern in _FILES):
-            continue
+    for link in (link for pattern in _FILES for link in folder.glob(pattern)):
         stated = os.path.basename(os.readlink(link)) if os.path.islink(link) else ""
-        content = hashlib.sha256() if len(stated) == 64 else hashlib.sha1(usedforsecurity=False)
-        if len(stated) == 40:
-            content.update(b"blob %d\0" % os.path.getsize(link))
-        with link.open("rb") as file:
-            while block := file.read(2**20):
-                content.update(block)
-        if content.hexdigest() != stated:
-            link.resolve().unlink()
-            link.unlink(missing_ok=True)
+        if len(stated) == 64:
+            with open(link, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        else:
+            content = link.read_bytes()
+            found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        if found != stated:
+            for path in {os.path.realpath(link), os.fspath(link)}:
+                os.unlink(path)
             raise InputError(
-                f"{model}: {name}: its hash is {content.hexdigest()}, the server states "
-                f"{stated or 'none'}; the file was deleted, so repeat the command; if this recurs, "
-                "do not use the model"
+                f"{model}: {link.name}: its hash is {found}, the server states {stated or 'none'}; "
+                "the file was deleted, so repeat the command; if this recurs, do not use the model"
             )
 
 

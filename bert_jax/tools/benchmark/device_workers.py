@@ -76,15 +76,15 @@ class DeviceWorkers:
         repeated, and from then on one call runs at a time.
         """
         while True:
-            number = self._take()
+            number, limit = self._take()
             try:
                 worker = self._workers.get(number) or self._start(number)
-                worker.start(_call, function, arguments)
+                worker.start(function, *arguments)
                 return worker.result()
             except WorkerDied:
                 with self._changed:
                     self._workers.pop(number).close()
-                    if self._is_closed or self._limit == 1:
+                    if self._is_closed or limit == 1:
                         raise
                     self._limit = 1
             finally:
@@ -92,8 +92,8 @@ class DeviceWorkers:
                     self._idle.append(number)
                     self._changed.notify_all()
 
-    def _take(self) -> int:
-        """Waits until a call may run; returns the number of its process."""
+    def _take(self) -> tuple[int, int]:
+        """Waits until a call may run; returns the number of its process, and the limit now."""
 
         def may_run() -> bool:
             return self._is_closed or self.count - len(self._idle) < self._limit
@@ -102,7 +102,7 @@ class DeviceWorkers:
             self._changed.wait_for(may_run)
             if self._is_closed:
                 raise WorkerDied(0)
-            return self._idle.pop()
+            return self._idle.pop(), self._limit
 
     def _start(self, number: int) -> Worker:
         environment = os.environ | code.environment() | environment_of(number, self.count)
@@ -125,13 +125,3 @@ class DeviceWorkers:
             for worker in self._workers.values():
                 worker.process.kill()
             self._changed.notify_all()
-
-
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Runs a call in a worker; afterwards frees its compiled programs."""
-    import jax
-
-    try:
-        return function(*arguments)
-    finally:
-        jax.clear_caches()

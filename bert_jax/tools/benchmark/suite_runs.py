@@ -149,8 +149,11 @@ class Benchmark:
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function that uses devices: here, or in a process that has some."""
-        caller = _call_here if self._workers is None else self._workers.call
-        return caller(function, *arguments)
+        return (
+            function(*arguments)
+            if self._workers is None
+            else self._workers.call(function, *arguments)
+        )
 
     def _finish_task(
         self, number: int, start: "Future[Start | None]", on_result: Callable[[], None]
@@ -160,6 +163,7 @@ class Benchmark:
         if origin is None:  # all runs of the task that this one starts from have failed
             return "failed"
         self.results[number], outcome = self._run_task(task, origin)
+        jax.clear_caches()
         if (best := self.results[number].best) and outcome != "stopped":
             self._predict(task, best)
         with self._lock:
@@ -197,9 +201,8 @@ class Benchmark:
         members = list(sweep.products(axes))
 
         def run(number: int) -> tuple[Entry | None, session.Outcome]:
-            name, settings = members[number]
-            title = f"{task.task.name}, {number + 1} of {len(members)}: {name}"
-            return self._run_member(task, start, title, settings)
+            position = f"{number + 1} of {len(members)}"
+            return self._run_member(task, start, position, *members[number])
 
         with contextlib.ExitStack() as stack:
             run_all = map
@@ -209,23 +212,26 @@ class Benchmark:
         return [entry for entry, _ in ended if entry], _worst([outcome for _, outcome in ended])
 
     def _run_member(
-        self, task: CheckedTask, start: Start, title: str, settings: dict[str, str]
+        self, task: CheckedTask, start: Start, position: str, name: str, settings: dict[str, str]
     ) -> tuple[Entry | None, session.Outcome]:
-        """Trains a run unless its scores are stored; `title` ends in the name of its folder."""
+        """Trains the run `name` unless its scores are stored; returns these, and how it ended."""
         overrides = [f"{path}={value}" for path, value in settings.items()]
         experiment = config.override(task.task.experiment, overrides)
         key = sha256([sha256(experiment), start.key, task.examples_hash])
         if key not in self._record["runs"]:
             if self._is_stopped:
                 return None, "stopped"
+            title = f"{task.task.name}, {position}: {name}"
             self._progress.report(f"benchmark {self.suite.name}: {title}")
-            folder = f"{task.task.name}_{title.rpartition(': ')[2]}-{key[:8]}"
+            folder = f"{task.task.name}_{name}-{key[:8]}"
             located = config.locate_files(experiment, task.folder)
             origin = config.origin_of(self.suite.name, overrides, located)
             member = SweepRun(folder, settings, located, origin)
-            progress = self._progress if self._workers is None else None
-            workdir = self.root / "runs" / folder
-            outcome, evaluations = self._call(_train, member, start.path, workdir, progress)
+            arguments = member, start.path, self.root / "runs" / folder
+            if self._workers is None:
+                outcome, evaluations = sweep.run_member(*arguments, self._progress)
+            else:
+                outcome, evaluations = self._workers.call(_train, *arguments)
             self._is_stopped |= outcome == "stopped"
             if outcome != "finished":
                 return None, outcome
@@ -317,10 +323,12 @@ def _read_base(base: str, tasks: Sequence[CheckedTask]) -> tuple[Start, int]:
 
 
 def _train(
-    member: SweepRun, base: str, workdir: epath.Path, progress: Progress | None
+    member: SweepRun, base: str, workdir: epath.Path
 ) -> tuple[session.Outcome, list[dict[str, Any]]]:
-    """Trains a run; see `sweep.run_member`. None: prints the progress of a process of its own."""
-    return sweep.run_member(member, base, workdir, progress or Progress(LineConsole()))
+    """Trains a run in a process of its own, see `sweep.run_member`; frees its programs."""
+    ended = sweep.run_member(member, base, workdir, Progress(LineConsole()))
+    jax.clear_caches()
+    return ended
 
 
 def _write_base(run: epath.Path, folder: epath.Path, source: str) -> None:
@@ -342,14 +350,6 @@ def _write_predictions(
         rows = list(suite_files.read_file(file, located.task, task.folder))
         with create_folder(folder):
             submission.write_predictions(model, file, rows, folder / file.output)
-
-
-def _call_here(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that uses devices in this process; afterwards frees its programs."""
-    try:
-        return function(*arguments)
-    finally:
-        jax.clear_caches()
 
 
 def _call_now(function: Callable[..., T], *arguments: Any) -> "Future[T]":
