@@ -320,7 +320,7 @@ def import_weights(
     target = epath.Path(workdir)
     copies.require_new_folder(target)
     importing.import_weights(
-        source,
+        hub.locate_files(os.fspath(source)),
         target,
         None if tokenizer is None else os.fspath(tokenizer),
         logger.info,

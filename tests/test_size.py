@@ -37,25 +37,25 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_060,
+    ".": 1_079,
     "checkpoints": 1_205,
-    "cli": 2_326,
-    "config": 2_573,
+    "cli": 2_403,
+    "config": 2_605,
     "data": 3_708,
     "distributed": 1_120,
     "embeddings": 1_550,
-    "interop": 2_767,
+    "interop": 3_008,
     "model": 3_081,
     "pretraining": 1_220,
     "serve": 573,
-    "storage": 2_070,
+    "storage": 2_072,
     "tasks": 4_617,
     "text": 3_241,
-    "tools": 8_575,
+    "tools": 8_804,
     "training": 2_391,
     "benchmarks": 3_052,
     "experiments": 1_728,
-    "tests": 37_566,
+    "tests": 38_310,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

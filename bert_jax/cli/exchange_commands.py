@@ -70,7 +70,7 @@ def import_base(args: argparse.Namespace) -> int:
     from bert_jax.interop import importing
 
     importing.import_weights(
-        args.source,
+        hub.locate_files(args.source),
         epath.Path(args.workdir),
         args.tokenizer,
         print_now,

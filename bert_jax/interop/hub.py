@@ -89,8 +89,14 @@ def _make_base(model: HubModel) -> str:
             if not is_complete(folder):
                 from bert_jax.interop import importing
 
-                importing.import_weights(f"hf://{model.name}@{files.name}", folder, None, print)
+                importing.import_weights(files, folder, None, print)
     return os.fspath(folder)
+
+
+def locate_files(path: str) -> epath.Path:
+    """Returns the folder of the downloaded files of a model; returns other paths as they are."""
+    model = find_model(path)
+    return epath.Path(path) if model is None else download(model)
 
 
 def download(model: HubModel) -> epath.Path:
@@ -132,16 +138,16 @@ def _require_hashes(model: HubModel, folder: epath.Path) -> None:
         stated = os.path.basename(os.readlink(link)) if os.path.islink(link) else ""
         if len(stated) == 64:
             with open(link, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         else:
             content = link.read_bytes()
-            found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        if found != stated:
+            digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        if digest != stated:
             for path in {os.path.realpath(link), os.fspath(link)}:
                 os.unlink(path)
             raise InputError(
-                f"{model}: {link.name}: its hash is {found}, the server states {stated or 'none'}; "
-                "the file was deleted, so repeat the command; if this recurs, do not use the model"
+                f"{model}: {link.name}: the hash is {digest}, the server states {stated or 'none'}; the "
+                "file was deleted, so repeat the command; if this recurs, do not use the model"
             )
 
 

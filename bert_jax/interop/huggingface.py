@@ -79,6 +79,9 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
             fresh = ("masked_lm/output_bias",)
             report(f"not in {file.name}, freshly initialised: {fresh[0]}")
     source = f"Hugging Face folder {folder.name}"
+    if folder.parent.name == "snapshots":  # of the cache of huggingface_hub
+        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        source = f"{name}, commit {folder.name}"
     base = weights.make_base(tensors, naming, stated, tokenizer, file, source, report)
     base.vectors = sentence_transformers.read(folder, stated, tokenizer, settings)
     base.head, base.fresh = head, (*base.fresh, *fresh)

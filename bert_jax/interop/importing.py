@@ -1,7 +1,6 @@
 """`bert-jax import`: makes a base of a run or of another library's checkpoint."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError, pluralize, printable
-from bert_jax.interop import hub, huggingface, tf1
+from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Report
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.pretraining.loaded_model import LoadedModel
@@ -26,7 +25,7 @@ from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
 
 def import_weights(
-    source: epath.PathLike,
+    source: epath.Path,
     target: epath.Path,
     vocabulary: str | None,
     report: Report,
@@ -38,8 +37,7 @@ def import_weights(
     """Makes a base of a run's newest checkpoint, or of another library's checkpoint.
 
     Args:
-      source: a folder of `save_pretrained`, a model of the hub (see `hub.find_model`), a TensorFlow
-        1 checkpoint (see `interop.tf1`), or a run.
+      source: a folder of `save_pretrained`, a TensorFlow 1 checkpoint (see `interop.tf1`) or a run.
       target: the folder of the base, which must not exist.
       vocabulary: a vocab.txt or tokenizer folder, which replaces the source's vocabulary.
       report: prints a line for the result, and for each difference from the source.
@@ -48,7 +46,7 @@ def import_weights(
       limit: maximum number of tokens to keep then, the most frequent ones; 0: all that are used.
       words: a file of words, one on each line, that become tokens.
     """
-    base = _read(os.fspath(source), report, content)
+    base = _read(source, report, content)
     if vocabulary is not None:
         tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
         base, known = replace_tokenizer(base, tokenizer)
@@ -77,12 +75,7 @@ def import_weights(
     )
 
 
-def _read(address: str, report: Report, content: Literal["params", "with_moments"]) -> Base:
-    if model := hub.find_model(address):
-        files = hub.download(model)
-        base = huggingface.read_folder(files, report)
-        return dataclasses.replace(base, source=f"{model.name}, commit {files.name}")
-    source = epath.Path(address)
+def _read(source: epath.Path, report: Report, content: Literal["params", "with_moments"]) -> Base:
     run = mirror.open_workdir(source)
     if run.experiment.exists() or (run.root / SWEEP).exists():
         return _read_run(run, content)  # which names a run of a sweep

@@ -69,7 +69,7 @@ class Column:
             file, _, setting = file.rpartition(" ")
             settings.insert(0, setting)
         with prefix_errors(f"table.columns: {name}"):
-            task = _of_suite(file) if kind == "suite" else config.load(file, Finetuning)
+            task = _read_suite_task(file) if kind == "suite" else config.load(file, Finetuning)
             task = config.override(task, settings)
             is_pairs = task.task.kind == "minimal_pairs"
             if kind == "probe" and settings:
@@ -99,7 +99,7 @@ class Column:
         return f"{value:,.0f}" if is_whole else f"{value:.3f}"
 
 
-def _of_suite(address: str) -> Finetuning:
+def _read_suite_task(address: str) -> Finetuning:
     """Returns the fine-tuning that SUITE:FOLDER:TASK names."""
     suite, _, rest = address.partition(":")
     folder, _, name = rest.rpartition(":")
