@@ -146,8 +146,8 @@ def _require_hashes(model: HubModel, folder: epath.Path) -> None:
             for path in {os.path.realpath(link), os.fspath(link)}:
                 os.unlink(path)
             raise InputError(
-                f"{model}: {link.name}: has the hash {digest}, the server states {stated}; the file "
-                "was deleted, so repeat the command; if this recurs, do not use the model"
+                f"{model}: {link.name}: has the hash {digest}, not {stated} as stated; the "
+                "file was deleted, so repeat the command; if this recurs, do not use the model"
             )
 
 
