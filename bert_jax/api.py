@@ -23,7 +23,7 @@ from bert_jax.embeddings import search as search_lib
 from bert_jax.embeddings.embed import Embedder, Features, TextRole
 from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError, require_choice
-from bert_jax.interop import exporting, huggingface, importing
+from bert_jax.interop import exporting, hub, huggingface, importing
 from bert_jax.pretraining.evaluators import score_held_out
 from bert_jax.pretraining.loaded_model import Floats, LoadedModel, Texts, list_inputs, list_texts
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
@@ -80,7 +80,8 @@ def finetune(
 
     Args:
       task: a `Finetuning`, the path of a task file, or of a resolved config in JSON.
-      base: the base or run whose encoder is fine-tuned; None: the one that `task` names.
+      base: the base, run or model of the hub whose encoder is fine-tuned; None: the one that
+        `task` names.
       workdir: the folder of the new run; None: runs/NAME.
       settings: fields to override, such as "task.train=tsv:train.tsv".
       progress: whether to show a bar on standard error, which is updated in place.
@@ -92,7 +93,7 @@ def finetune(
         task = config.load(os.fspath(task), kind=Finetuning)
     task = _override(task, settings)
     root = f"runs/{task.name}" if workdir is None else os.fspath(workdir)
-    base_path = None if base is None else os.fspath(base)
+    base_path = None if base is None else hub.locate_base(os.fspath(base))
     outcome = finetuning_job.finetune(task, base_path, root, _make_progress(progress))
     _require_finished(outcome, root)
     return FinetunedModel.load(mirror.open_workdir(root), base_path)
@@ -132,7 +133,8 @@ def load(
     """Loads a model from a run, a fine-tuned run, a base, or a folder that transformers wrote.
 
     Args:
-      path: the folder; a run or a base may also be in a bucket.
+      path: the folder; a run or a base may also be in a bucket. OWNER/NAME is a model of the
+        Hugging Face Hub if there is no such folder.
       checkpoint: a run's checkpoint: `newest`, `best` (by held-out loss), or a step.
       code: the Python file of a run's custom objective or encoder; it is executed only if its
         hash is the one that the run has saved.
@@ -143,7 +145,7 @@ def load(
     """
     if code is not None:
         allow_code_file(os.fspath(code))
-    folder = epath.Path(path)
+    folder = epath.Path(hub.locate_base(os.fspath(path)))
     run = mirror.open_workdir(folder)
     if holds_finetuning(run):
         return FinetunedModel.load(run, None if base is None else os.fspath(base), checkpoint)
@@ -305,7 +307,8 @@ def import_weights(
     """Turns another library's checkpoint, or a run, into a base, and loads the base.
 
     Args:
-      source: a folder of `save_pretrained`, a TensorFlow 1 checkpoint, or a run.
+      source: a folder of `save_pretrained`, a model of the Hugging Face Hub (OWNER/NAME or
+        OWNER/NAME@REVISION), a TensorFlow 1 checkpoint, or a run.
       workdir: the folder of the base, which must not exist.
       tokenizer: a WordPiece vocabulary or a tokenizer folder to use instead of the source's.
       vocabulary: a file or folder of text; tokens that this text does not use are removed.
@@ -317,7 +320,7 @@ def import_weights(
     target = epath.Path(workdir)
     copies.require_new_folder(target)
     importing.import_weights(
-        epath.Path(source),
+        hub.locate_files(os.fspath(source)),
         target,
         None if tokenizer is None else os.fspath(tokenizer),
         logger.info,

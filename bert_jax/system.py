@@ -20,13 +20,29 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def accelerator_count() -> int:
+    """Returns how many accelerators JAX may use on this machine, without initializing them."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return 0
+    patterns = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"
+    return max(len(glob.glob(pattern)) for pattern in patterns)
+
+
 def local_device_count() -> int:
     """Returns how many devices JAX will have on this machine, without initializing them."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         flag = re.search(r"force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
         return int(flag[1]) if flag else 1
-    patterns = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"
-    return max(1, *(len(glob.glob(pattern)) for pattern in patterns))
+    return max(1, accelerator_count())
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that processes may still take; where unknown, all memory."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return 1024 * int(next(line for line in file if "MemAvailable" in line).split()[1])
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def restart_in_utf8_mode() -> None:

@@ -37,25 +37,25 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_060,
+    ".": 1_079,
     "checkpoints": 1_205,
-    "cli": 2_329,
-    "config": 2_611,
+    "cli": 2_406,
+    "config": 2_643,
     "data": 3_733,
     "distributed": 1_120,
     "embeddings": 1_554,
-    "interop": 2_767,
+    "interop": 3_010,
     "model": 3_081,
     "pretraining": 1_220,
     "serve": 573,
-    "storage": 2_117,
+    "storage": 2_119,
     "tasks": 4_617,
     "text": 3_257,
-    "tools": 8_580,
+    "tools": 8_809,
     "training": 2_391,
-    "benchmarks": 3_052,
+    "benchmarks": 3_083,
     "experiments": 1_728,
-    "tests": 37_603,
+    "tests": 38_347,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -23,6 +23,7 @@ from bert_jax.cli import (
 from bert_jax.cli.parsing import Command, CommandTable, Parser
 from bert_jax.config.code import allow_code_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
+from bert_jax.interop import hub
 from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
 
@@ -162,6 +163,8 @@ def _run(args: argparse.Namespace) -> int:
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
         if code_file:
             allow_code_file(code_file)
+        if getattr(args, "base", None):
+            args.base = hub.locate_base(args.base)
         exit_code = args.command.run(args)
         if code_file and exit_code == FINISHED and not was_used(code_file):
             print(

@@ -2,15 +2,16 @@
 
 import argparse
 import os
-import re
 
 from etils import epath
 
 from bert_jax.cli import shared
 from bert_jax.cli.loading import load_model, open_run_or_base, print_now
-from bert_jax.cli.parsing import Argument, CommandTable
-from bert_jax.errors import FINISHED, InputError, printable
+from bert_jax.cli.parsing import Argument, CommandTable, reject_flags
+from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
+from bert_jax.interop import hub
 from bert_jax.storage import copies
+from bert_jax.storage.workdir import Workdir
 
 COMMANDS = CommandTable()
 
@@ -21,8 +22,9 @@ COMMANDS = CommandTable()
     Argument(
         "source",
         metavar="SOURCE",
-        help="a Hugging Face model folder (save_pretrained), a TensorFlow 1 checkpoint (folder, or "
-        "prefix of its files) with bert_config.json and vocab.txt, or the workdir of a run",
+        help="a Hugging Face model folder (save_pretrained), a model of the hub, as OWNER/NAME or "
+        "OWNER/NAME@REVISION, a TensorFlow 1 checkpoint (folder, or prefix of its files) with "
+        "bert_config.json and vocab.txt, or the workdir of a run",
     ),
     Argument("--workdir", metavar="W", help="folder to write the base to", required=True),
     Argument(
@@ -68,7 +70,7 @@ def import_base(args: argparse.Namespace) -> int:
     from bert_jax.interop import importing
 
     importing.import_weights(
-        epath.Path(args.source),
+        hub.locate_files(args.source),
         epath.Path(args.workdir),
         args.tokenizer,
         print_now,
@@ -85,15 +87,12 @@ def _require_source(source: str) -> None:
     name = source.removesuffix(".index")  # the prefix of a TensorFlow checkpoint's files
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
-    # Old names on the hub have no organization: bert-base-uncased.
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*|\w+(-[\w.]+)+", source)
-    download = (
-        f"; download a model from the Hugging Face Hub first: `hf download {source} --local-dir D`"
-    )
-    raise InputError(
-        f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
-        f"a vocabulary, a TensorFlow checkpoint, or a run{download if on_hub else ''}"
-    )
+    if hub.find_model(source) is None:
+        raise InputError(
+            f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
+            "a vocabulary, a model of the hub with its owner (google-bert/bert-base-uncased), a "
+            "TensorFlow checkpoint, or a run"
+        )
 
 
 @COMMANDS.add(
@@ -115,6 +114,18 @@ def _require_source(source: str) -> None:
         choices=("float32", "bfloat16"),
         default="float32",
     ),
+    Argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload the export to this repository of the Hugging Face Hub, too; if it is missing, "
+        "it is made, as a private one",
+    ),
+    Argument(
+        "--all-checkpoints",
+        action="store_true",
+        help="export each checkpoint of a run, to FOLDER/step-N; --push uploads each to a branch "
+        "step-N, and the newest to main, too",
+    ),
     shared.RUN_OR_BASE,
     *shared.MODEL_FLAGS,
 )
@@ -122,13 +133,46 @@ def export(args: argparse.Namespace) -> int:
     """Exports a run, a fine-tuned run or a base in the format of Hugging Face transformers."""
     out = epath.Path(args.out)
     copies.require_new_folder(out)
-    model = load_model(open_run_or_base(args.workdir), args)
+    if args.push and args.form == "adapter":
+        raise InputError("--push: an adapter reads its base from a local folder; use --as task")
+    if args.push:
+        hub.require_repository(args.push)
+    run = open_run_or_base(args.workdir)
+    if not args.all_checkpoints:
+        _export(run, args, out)
+        _push(args, out, "main")
+        return FINISHED
+    reject_flags(args, ("--checkpoint",), "--all-checkpoints: exports all of them")
+    from bert_jax.checkpoints.load import Checkpoints
+
+    steps = sorted(Checkpoints(run.checkpoints).steps)
+    if not steps:
+        raise InputError(f"--all-checkpoints: {args.workdir} has no checkpoints; it must be a run")
+    with copies.new_folder(out) as folder:
+        for step in steps:
+            args.checkpoint = str(step)
+            _export(run, args, folder / f"step-{step}")
+    for step in steps:
+        _push(args, out / f"step-{step}", f"step-{step}")
+    _push(args, out / f"step-{steps[-1]}", "main")
+    return FINISHED
+
+
+def _export(run: Workdir, args: argparse.Namespace, folder: epath.Path) -> None:
+    """Exports the checkpoint that the arguments name."""
+    model = load_model(run, args)
     from bert_jax.interop import exporting
 
-    architecture = exporting.export(model, out, args.form, args.dtype)
+    architecture = exporting.export(model, folder, args.form, args.dtype, args.push or "")
     prefix = "adapter for " if args.form == "adapter" else ""
     print_now(
         f"exported {printable(model.name)}, step {model.step}: {prefix}{architecture}, "
         f"{args.dtype}, in {printable(args.out)}"
     )
-    return FINISHED
+
+
+def _push(args: argparse.Namespace, folder: epath.Path, branch: str) -> None:
+    """Uploads an export if --push asks for it."""
+    if args.push:
+        with prefix_errors(f"exported to {folder}, not uploaded"):
+            print_now(f"uploaded {folder} to {hub.push(folder, args.push, branch)}")

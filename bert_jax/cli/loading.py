@@ -10,6 +10,7 @@ from bert_jax import config
 from bert_jax.cli.parsing import reject_flags
 from bert_jax.config import Experiment, Section
 from bert_jax.errors import InputError
+from bert_jax.interop import hub
 from bert_jax.storage import mirror, workdir
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir
@@ -56,8 +57,11 @@ def root_of(experiment: Experiment, root: str | None) -> str:
 
 
 def open_run_or_base(root: str) -> Workdir:
-    """Opens a run or a base; raises InputError if there is neither. Does not import jax."""
-    run = mirror.open_workdir(root)
+    """Opens a run or a base; raises InputError if there is neither. Does not import jax.
+
+    `root` may name a model of the hub.
+    """
+    run = mirror.open_workdir(hub.locate_base(root))
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
         workdir.load_experiment(run)  # raises unless it is a pre-training run
     return run

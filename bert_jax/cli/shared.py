@@ -32,7 +32,12 @@ WORKDIR = _shared("--workdir", metavar="W", help="workdir of the run [runs/NAME]
 SAVED_EXPERIMENT = _shared(
     "--workdir", metavar="W", help="the run whose experiment is taken if EXPERIMENT is not given"
 )
-RUN_OR_BASE = _shared("--workdir", metavar="W", help="a run or a base", required=True)
+RUN_OR_BASE = _shared(
+    "--workdir",
+    metavar="W",
+    help="a run, a base, or a model of the hub (OWNER/NAME)",
+    required=True,
+)
 SETTINGS = _shared(
     "--set",
     metavar="FIELD=VALUE",

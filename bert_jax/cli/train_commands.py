@@ -175,7 +175,10 @@ def _train(
         "is lower-cased [assumed from the script; en for Latin letters]",
     ),
     Argument(
-        "--base", metavar="B", help="start from the weights of this base instead of random weights"
+        "--base",
+        metavar="B",
+        help="start from the weights of this base, or model of the hub (OWNER/NAME), instead of "
+        "random weights",
     ),
     shared.WORKDIR,
     *shared.TRAINING_FLAGS,
@@ -299,7 +302,11 @@ def compare(args: argparse.Namespace) -> int:
         help="a .py file whose suite() lists tasks, or a shipped one: glue, squad or paper",
     ),
     Argument(
-        "--from", metavar="BASE", help="the base or run to fine-tune", dest="base", required=True
+        "--from",
+        metavar="BASE",
+        help="the base, run or model of the hub (OWNER/NAME) to fine-tune",
+        dest="base",
+        required=True,
     ),
     Argument(
         "--data", metavar="FOLDER", help="folder of the unpacked files of the tasks", required=True
@@ -318,6 +325,13 @@ def compare(args: argparse.Namespace) -> int:
         help="runs of each task with the chosen settings [as in the suite]",
         type=integer(1),
     ),
+    Argument(
+        "--side-by-side",
+        metavar="N",
+        help="runs to train at once, if the memory holds them, each on a part of the accelerators "
+        "of this machine, or of its cores [as many as there are accelerators; on a CPU 1]",
+        type=integer(1),
+    ),
     *shared.TRAINING_FLAGS,
 )
 def benchmark(args: argparse.Namespace) -> int:
@@ -325,14 +339,20 @@ def benchmark(args: argparse.Namespace) -> int:
     system.use_one_memory_pool()
     suite = config.load_suite(args.suite)
     from bert_jax.tools.benchmark import suite_files, suite_table
+    from bert_jax.tools.benchmark.device_workers import DeviceWorkers
     from bert_jax.tools.benchmark.suite_runs import Benchmark
 
     progress = make_progress()
     tasks = suite_files.check_suite(suite, args.data, args.set)
     root = Workdir(args.out or f"runs/{suite.name}").root
-    suite_runs = Benchmark(suite, tasks, root, args.rules, args.seeds, progress)
+    count, devices = args.side_by_side, system.accelerator_count()
+    count = max(devices, 1) if count is None else count
+    if devices % count and devices:
+        raise InputError(f"--side-by-side {count}: must divide the {devices} devices here")
+    workers = DeviceWorkers(count, root / "processes") if count > 1 else None
+    suite_runs = Benchmark(suite, tasks, root, args.rules, args.seeds, progress, workers)
     with lock(root, setting="--out"):
-        outcome = suite_runs.run(args.base)
+        outcome = suite_runs.run(args.base, lambda: suite_table.write(suite_runs))
         suite_table.write(suite_runs)
     for line in suite_table.lines(suite_runs):
         progress.report(line)
@@ -369,7 +389,8 @@ def benchmark(args: argparse.Namespace) -> int:
     Argument(
         "--from",
         metavar="BASE",
-        help="the base or run whose encoder is fine-tuned [init_from of the config]",
+        help="the base, run or model of the hub (OWNER/NAME) whose encoder is fine-tuned "
+        "[init_from of the config]",
         dest="base",
     ),
     Argument(

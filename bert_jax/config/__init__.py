@@ -43,6 +43,14 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
-from bert_jax.config.suite import PredictionFile, Rules, Suite, SuiteScore, SuiteTask
+from bert_jax.config.suite import (
+    PredictionFile,
+    Rules,
+    Suite,
+    SuiteScore,
+    SuiteTask,
+    locate_files,
+    locate_source,
+)
 from bert_jax.config.task_kinds import KINDS, Kind
 from bert_jax.config.text_corpus import Corpus, source_name

@@ -27,8 +27,9 @@ HELD_OUT = ("loss", "below_unigrams", "accuracy", "next_sentence")
 # Seconds of CPU until held-out loss is so many nats below the unigram baseline, e.g. reach:2.5.
 REACH = re.compile(r"reach:(\d+(?:\.\d+)?)")
 # Columns WORD:TASKFILE. `probe` scores the encoder as `run.probes` does, also on minimal pairs;
-# `finetune` fine-tunes on the task. Settings may follow the file, each after a blank.
-TASKS = ("probe", "finetune")
+# `finetune` fine-tunes on the task. suite:SUITE:FOLDER is a column for each task of a suite, whose
+# files are in the folder. Settings may follow, each after a blank.
+TASKS = {"probe": "TASKFILE", "finetune": "TASKFILE", "suite": "SUITE:FOLDER"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Table(Section, role="identity", label="table"):
     name: FolderName
     # The experiments, the baseline first.
     rows: tuple[Row, ...]
-    # Keys of COLUMNS, reach:NAT, probe:TASKFILE or finetune:TASKFILE.
+    # Keys of COLUMNS, reach:NAT, probe:TASKFILE, finetune:TASKFILE or suite:SUITE:FOLDER.
     columns: tuple[str, ...]
     # Each row is run once with each seed; the table shows means over seeds.
     seeds: tuple[int, ...] = (0,)
@@ -74,7 +75,7 @@ class Table(Section, role="identity", label="table"):
             word, _, file = column.partition(":")
             known = column in COLUMNS or REACH.fullmatch(column)
             if not known and not (word in TASKS and file):
-                forms = (*COLUMNS, "reach:NAT", *(f"{word}:TASKFILE" for word in TASKS))
+                forms = (*COLUMNS, "reach:NAT", *(f"{word}:{file}" for word, file in TASKS.items()))
                 near = difflib.get_close_matches(column, COLUMNS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(forms)}"
                 yield "columns", f"{column!r} is no column; {hint}"

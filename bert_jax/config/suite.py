@@ -4,6 +4,8 @@ A suite file defines `suite()`, which returns a `Suite`. Sources are relative to
 `--data` names.
 """
 
+import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -119,3 +121,24 @@ class Suite(Section, role="identity", label="suite"):
         for number, task in enumerate(self.tasks):
             if task.start and task.start not in names[:number]:
                 yield f"tasks.{number}.start", f"{task.name}: name an earlier task, or ''"
+
+
+def locate_files(experiment: Finetuning, folder: str) -> Finetuning:
+    """Returns an experiment of a suite with the paths of its files."""
+    task = experiment.task
+    train, validation = (
+        tuple(locate_source(source, folder) for source in sources)
+        for sources in (task.train, task.validation)
+    )
+    task = dataclasses.replace(task, train=train, validation=validation)
+    return dataclasses.replace(experiment, task=task)
+
+
+def locate_source(source: str, folder: str) -> str:
+    """Returns a source of a suite with the path of its file.
+
+    `/./` marks the part that differs between machines, see `config.source_name`.
+    """
+    word, _, path = source.partition(":")
+    is_elsewhere = word == "tfds" or os.path.isabs(path)
+    return source if is_elsewhere else f"{word}:{folder.rstrip('/')}/./{path}"

@@ -39,8 +39,8 @@ _BLOCK = 1 << 13
 class Removals:
     """The tokens that A and B lose in truncation, and in which order (`truncate_seq_pair`).
 
-    First the longer side loses `from_longer` tokens. Then B and A lose `alternating` tokens in turn,
-    B first, since a tie takes from B.
+    First the longer side loses `from_longer` tokens. Then B and A lose `alternating` tokens in
+    turn, B first, since a tie takes from B.
     """
 
     a_is_longer: np.ndarray  # bool [B], A is the longer side

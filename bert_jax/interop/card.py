@@ -42,8 +42,9 @@ def write(
 ) -> str:
     """Returns the text of README.md. Names of files and runs are code spans, without markup.
 
-    `architecture` is the class that reads the model; the form `adapter` is PEFT's, with a base in
-    the folder; `tuned` is the fine-tuning that made the model, with its labels.
+    `architecture` is the class that reads the model from `folder`, a path or a name on the hub; the
+    form `adapter` is PEFT's, with a base in the folder; `tuned` is the fine-tuning that made the
+    model, with its labels.
     """
     task = next(task for end, task in _TASKS.items() if architecture.endswith(end))
     if tuned and tuned.task.kind == "rank":

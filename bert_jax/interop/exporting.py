@@ -16,21 +16,23 @@ Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm", "task", "adap
 Dtype = Literal["float32", "bfloat16"]
 
 
-def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dtype) -> str:
+def export(
+    model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dtype, address: str = ""
+) -> str:
     """Writes a model to the folder `target`, which must not exist.
 
     Args:
       target: appears when it is complete.
       form: the form; None: the default of a fine-tuned model; other models require one.
       dtype: the type of the weights; bfloat16 rounds them.
+      address: the name by which the model card loads the model; "": the name of the folder.
 
     Returns:
       The name of the class that reads the folder.
     """
     if not isinstance(model, FinetunedModel):
-        return _export_transformers(
-            model, _pretrained_form(model.model, form, model.name), dtype, target
-        )
+        kind = _pretrained_form(model.model, form, model.name)
+        return _export_transformers(model, kind, dtype, target, address)
     kind = model.task_model.kind
     supported = ("encoder",) if kind.reads == "vectors" else ("task", "adapter", "encoder")
     chosen = form or supported[0]
@@ -40,8 +42,8 @@ def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dty
             f"{' or '.join(supported)}"
         )
     if chosen == "encoder":
-        return _export_transformers(model, "encoder", dtype, target)
-    return finetuned.export(model, cast(finetuned.Form, chosen), dtype, target)
+        return _export_transformers(model, "encoder", dtype, target, address)
+    return finetuned.export(model, cast(finetuned.Form, chosen), dtype, target, address)
 
 
 def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.Kind:
@@ -56,10 +58,10 @@ def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.
 
 
 def _export_transformers(
-    model: LoadedModel, form: huggingface.Kind, dtype: Dtype, target: epath.Path
+    model: LoadedModel, form: huggingface.Kind, dtype: Dtype, target: epath.Path, address: str
 ) -> str:
     """Exports an encoder, with the pre-training heads that the form has."""
     # For the model card.
     finetuning = model.task_model.experiment if isinstance(model, FinetunedModel) else None
-    huggingface.export_weights(model, form, dtype, target, finetuning)
+    huggingface.export_weights(model, form, dtype, target, address, finetuning)
     return huggingface.architecture_of(model.model, form)

@@ -46,12 +46,17 @@ Form = Literal["task", "adapter"]
 
 
 def export(
-    loaded: FinetunedModel, form: Form, dtype: Literal["float32", "bfloat16"], target: epath.Path
+    loaded: FinetunedModel,
+    form: Form,
+    dtype: Literal["float32", "bfloat16"],
+    target: epath.Path,
+    address: str = "",
 ) -> str:
     """Writes a folder for transformers or PEFT, which appears at `target` when it is complete.
 
     `adapter` exports the trained parameters next to their base; bfloat16 rounds the weights.
-    `target` must not exist. Returns the class that reads the folder.
+    `target` must not exist. The card loads the model from `address` (default: the name of the
+    folder). Returns the class that reads the folder.
     """
     model = loaded.task_model
     architecture, adapt = architecture_of(model), model.experiment.adapt
@@ -75,7 +80,7 @@ def export(
         longest = model.experiment.task.max_sequence_length
         vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
         text = card.write(
-            *(loaded, architecture, dtype, target.name),
+            *(loaded, architecture, dtype, address or target.name),
             form="adapter" if form == "adapter" else "model",
             tuned=model.experiment,
             labels=model.labels,

@@ -79,6 +79,9 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
             fresh = ("masked_lm/output_bias",)
             report(f"not in {file.name}, freshly initialised: {fresh[0]}")
     source = f"Hugging Face folder {folder.name}"
+    if folder.parent.name == "snapshots":  # of the cache of huggingface_hub
+        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        source = f"{name}, commit {folder.name}"
     base = weights.make_base(tensors, naming, stated, tokenizer, file, source, report)
     base.vectors = sentence_transformers.read(folder, stated, tokenizer, settings)
     base.head, base.fresh = head, (*base.fresh, *fresh)
@@ -186,18 +189,20 @@ def export_weights(
     kind: Kind,
     dtype: Literal["float32", "bfloat16"],
     target: epath.Path,
+    address: str = "",
     tuned: Finetuning | None = None,
 ) -> None:
     """Writes a folder for transformers, which appears at `target` when it is complete.
 
     `encoder` is for sentence-transformers, too; bfloat16 rounds the weights. `target` must not
-    exist. `tuned` is the fine-tuning that made the model, for its card.
+    exist. The card loads the model from `address` (default: the name of the folder), and describes
+    `tuned`, the fine-tuning that made the model.
     """
     architecture, cfg = architecture_of(trained.model, kind), trained.model
     longest = cfg.max_position_embeddings
     with new_folder(target) as folder:
         vocabularies.write(trained.tokenizer, longest, INPUTS[names.family(cfg)], folder)
-        card_text = card.write(trained, architecture, dtype, target.name, tuned=tuned)
+        card_text = card.write(trained, architecture, dtype, address or target.name, tuned=tuned)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         vocabularies.write_json(
             folder / "config.json", configs.fields_of(trained, architecture, dtype)

@@ -38,9 +38,10 @@ _TRANSIENT_STATUSES = frozenset({408, 429, *range(500, 600)}) - {501}
 # The answer to an account without permission, and to a token that has expired.
 _DENIED = frozenset({401, 403})
 CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3", "httpx", "httpcore", "botocore")
+CLIENTS += ("httpx2", "httpcore2", "huggingface_hub")
 _TRANSIENT_CLASS_NAMES = re.compile(
     r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
-    r"|Chunked|SSL"
+    r"|Chunked|SSL|Network|Protocol"
 )
 # Errors that clients raise for an answer that they cannot parse, such as one that is cut short.
 _UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)
@@ -188,7 +189,8 @@ def _module(error: BaseException) -> str:
 def _status(error: BaseException) -> int:
     """Returns the HTTP status that a client's error carries; 0 for none."""
     names = ("status", "code", "status_code") if _module(error) in CLIENTS else ()
-    values = [str(getattr(error, name, "")) for name in names]
+    owners = error, getattr(error, "response", None)
+    values = [str(getattr(owner, name, "")) for owner in owners for name in names]
     return next((int(value) for value in values if value.isdecimal()), 0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bert_jax import config
-from bert_jax.config import Finetuning, PredictionFile, Suite, SuiteTask
+from bert_jax.config import PredictionFile, Suite, SuiteTask
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats
@@ -38,7 +38,7 @@ def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[Chec
         with prefix_errors(f"{suite.name}: {task.name}"):
             experiment = config.override(task.experiment, settings)
             task = dataclasses.replace(task, experiment=experiment)
-            located = locate(experiment, folder).task
+            located = config.locate_files(experiment, folder).task
             splits = (_read_split(located, name) for name in ("train", "validation"))
             examples = "-".join(examples_lib.sha256(split, ()) for split in splits)
             rows = {f.output: read_file(f, located, folder) for f in task.predictions}
@@ -47,33 +47,12 @@ def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[Chec
     return checked
 
 
-def locate(experiment: Finetuning, folder: str) -> Finetuning:
-    """Returns an experiment with the paths of its files."""
-    task = experiment.task
-    train, validation = (
-        tuple(locate_source(source, folder) for source in sources)
-        for sources in (task.train, task.validation)
-    )
-    task = dataclasses.replace(task, train=train, validation=validation)
-    return dataclasses.replace(experiment, task=task)
-
-
-def locate_source(source: str, folder: str) -> str:
-    """Returns a source of the suite with the path of its file.
-
-    `/./` marks the part that differs between machines, see `config.source_name`.
-    """
-    word, _, path = source.partition(":")
-    is_elsewhere = word == "tfds" or os.path.isabs(path)
-    return source if is_elsewhere else f"{word}:{folder.rstrip('/')}/./{path}"
-
-
 def _require_files(task: SuiteTask, folder: str) -> None:
     fields = task.experiment.task
     downloads = dict.fromkeys((*fields.train, *fields.validation), task.download)
     downloads |= {file.source: file.download or task.download for file in task.predictions}
     for source, download in downloads.items():
-        word, _, path = locate_source(source, folder).partition(":")
+        word, _, path = config.locate_source(source, folder).partition(":")
         if word != "tfds" and not os.path.isfile(path):
             raise InputError(f"{os.path.normpath(path)}: no such file; {download}")
 
@@ -99,7 +78,7 @@ def read_file(
     A blank text is an example here, since the file of predictions needs all rows. Rows of `span`
     and `tag` have the index "".
     """
-    source = locate_source(file.source, folder)
+    source = config.locate_source(file.source, folder)
     if task.kind in ("span", "tag"):
         yield from (("", row) for row in examples_lib.iterate(task, (source,), "labelled"))
         return

@@ -1,10 +1,11 @@
-"""Trains the runs of a suite, task after task, and keeps their scores.
+"""Trains the runs of a suite, and keeps their scores.
 
 OUT/benchmark.json     scores of finished runs, and the predictions that are written
 OUT/table.txt          the table; also as table.csv and table.html
 OUT/runs/              a workdir for each run
 OUT/bases/             models that other tasks start from (rules `intermediate`)
 OUT/predictions/       files of predictions of the best runs
+OUT/processes/         what the processes print, if runs are trained side by side
 OUT/glue.zip           those that name this archive, to send to a server
 
 The scores of a run are stored under a hash of its settings, base and examples, so no run is trained
@@ -12,12 +13,15 @@ twice. Names of workdirs end in this hash.
 """
 
 import collections
+import contextlib
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from etils import epath
@@ -25,22 +29,25 @@ from etils import epath
 import bert_jax
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.config import Rules, Suite, SuiteScore, SuiteTask
+from bert_jax.config import PredictionFile, Rules, Suite, SuiteScore, SuiteTask
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import heads
 from bert_jax.running import session
-from bert_jax.running.progress import Progress
+from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, create_folder, read_json, write_json
 from bert_jax.tasks import adaptation
 from bert_jax.tasks.finetuned_model import TaskModel
 from bert_jax.tasks.task_objective import merged_params
 from bert_jax.tools.benchmark import submission, suite_files
+from bert_jax.tools.benchmark.device_workers import DeviceWorkers, bytes_of_run
 from bert_jax.tools.benchmark.suite_files import CheckedTask
 from bert_jax.tools.compare import sweep
 from bert_jax.tools.compare.results import sha256
 from bert_jax.tools.compare.sweep import SweepRun
 from bert_jax.tools.report import times
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 _MEND = "remove it; all tasks are then run again"
@@ -80,7 +87,8 @@ class Benchmark:
     """Trains the runs of a suite by `rules`, see `SuiteTask`.
 
     `tasks` are those of the suite with their files. `root` is the folder of all results, on this
-    machine. `seeds` is the number of seeds for all tasks; None: as in the suite.
+    machine. `seeds` is the number of seeds for all tasks; None: as in the suite. Runs are trained
+    side by side by `workers`; None: one after another, in this process.
     """
 
     def __init__(
@@ -91,9 +99,11 @@ class Benchmark:
         rules: Rules,
         seeds: int | None,
         progress: Progress,
+        workers: DeviceWorkers | None = None,
     ):
         self.suite, self.rules, self.root = suite, rules, root
         self._tasks, self._seeds, self._progress = tasks, seeds, progress
+        self._workers, self._lock, self._is_stopped = workers, threading.Lock(), False
         self.results = [TaskResult(task.task) for task in tasks]
         self._record = self._read()
 
@@ -108,39 +118,57 @@ class Benchmark:
             return {"format_version": FORMAT_VERSION, "name": self.suite.name, **empty}
         raise InputError(f"{self.root}: holds another suite or other files; choose another --out")
 
-    def run(self, base: str) -> session.Outcome:
+    def run(self, base: str, on_result: Callable[[], None] = lambda: None) -> session.Outcome:
         """Trains the missing runs, from `base` (or a run), or from the best run of another task.
 
-        The other tasks are trained even if a run fails.
+        The other tasks are trained even if a run fails. `on_result` is called after each task.
         """
+        start, run_bytes = self._call(_read_base, base, self._tasks)
         # By the name of the task whose best run is the start; "" is `base`.
-        starts: dict[str, Start] = {"": self._read_base(base)}
-        outcomes = list[session.Outcome]()
+        starts: dict[str, Future[Start | None]] = {"": _call_now(lambda: start)}
+        outcomes: dict[str, Future[session.Outcome]] = {}
         self._write()  # marks the folder as a suite's
-        for number, task in enumerate(self._tasks):
-            wanted = task.task.start if self.rules == "intermediate" else ""
-            if wanted not in starts and (made := self._make_start(wanted)):
-                starts[wanted] = made
-            if wanted not in starts:  # all runs of that task have failed
-                continue
-            self.results[number], outcome = self._run_task(task, starts[wanted])
-            jax.clear_caches()
-            if outcome == "stopped":
-                return outcome
-            outcomes.append(outcome)
-            if best := self.results[number].best:
-                self._predict(task, best)
-        self._archive()
-        return "failed" if "failed" in outcomes else "finished"
+        with contextlib.ExitStack() as stack:
+            submit = _call_now
+            if self._workers is not None:
+                submit = stack.enter_context(ThreadPoolExecutor(2 * len(self._tasks))).submit
+                stack.callback(self._workers.close)  # before the threads are waited for
+                count = self._workers.fit_to_memory(run_bytes)
+                gigabytes = f"about {run_bytes / 1e9:.1f} GB each"
+                self._progress.report(f"benchmark: {count} runs side by side, {gigabytes}")
+            for number, task in enumerate(self._tasks):
+                wanted = task.task.start if self.rules == "intermediate" else ""
+                if wanted not in starts:
+                    starts[wanted] = submit(self._make_start, wanted, outcomes[wanted])
+                arguments = number, starts[wanted], on_result
+                outcomes[task.task.name] = submit(self._finish_task, *arguments)
+            ended = [future.result() for future in outcomes.values()]
+            if "stopped" not in ended:
+                self._archive()
+        return _worst(ended)
 
-    def _read_base(self, base: str) -> Start:
-        """Reads the base, and raises InputError if a task cannot start from it."""
-        first = self._tasks[0].task.experiment
-        read = adaptation.read_base(config.override(first, [f"init_from={base}"]))
-        for task in self._tasks:
-            with prefix_errors(task.task.name):
-                adaptation.require_usable(read.model, task.task.experiment, base)
-        return Start(base, read.sha256)
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function that uses devices: here, or in a process that has some."""
+        return (
+            function(*arguments)
+            if self._workers is None
+            else self._workers.call(function, *arguments)
+        )
+
+    def _finish_task(
+        self, number: int, start: "Future[Start | None]", on_result: Callable[[], None]
+    ) -> session.Outcome:
+        """Trains the missing runs of a task, and writes its predictions."""
+        origin, task = start.result(), self._tasks[number]
+        if origin is None:  # all runs of the task that this one starts from have failed
+            return "failed"
+        self.results[number], outcome = self._run_task(task, origin)
+        jax.clear_caches()
+        if (best := self.results[number].best) and outcome != "stopped":
+            self._predict(task, best)
+        with self._lock:
+            on_result()
+        return outcome
 
     def _run_task(self, task: CheckedTask, start: Start) -> tuple[TaskResult, session.Outcome]:
         """Trains the runs of a task; returns them, and the worst outcome.
@@ -170,83 +198,97 @@ class Benchmark:
 
         If one is stopped, those after it are not started.
         """
-        entries, worst = list[Entry](), "finished"
         members = list(sweep.products(axes))
-        for number, (name, settings) in enumerate(members, 1):
-            overrides = [f"{path}={value}" for path, value in settings.items()]
-            experiment = config.override(task.task.experiment, overrides)
-            key = sha256([sha256(experiment), start.key, task.examples_hash])
-            if key not in self._record["runs"]:
-                title = f"{task.task.name}, {number} of {len(members)}: {name}"
-                self._progress.report(f"benchmark {self.suite.name}: {title}")
-                folder = f"{task.task.name}_{name}-{key[:8]}"
-                located = suite_files.locate(experiment, task.folder)
-                origin = config.origin_of(self.suite.name, overrides, located)
-                member = SweepRun(folder, settings, located, origin)
-                workdir = self.root / "runs" / folder
-                outcome, evaluations = sweep.run_member(member, start.path, workdir, self._progress)
-                if outcome == "stopped":
-                    return entries, outcome
-                if outcome == "failed":
-                    worst = outcome
-                    continue
-                self._keep(key, member, evaluations[-1])
-            entries.append(self._record["runs"][key])
-        return entries, worst
+
+        def run(number: int) -> tuple[Entry | None, session.Outcome]:
+            position = f"{number + 1} of {len(members)}"
+            return self._run_member(task, start, position, *members[number])
+
+        with contextlib.ExitStack() as stack:
+            run_all = map
+            if self._workers is not None:
+                run_all = stack.enter_context(ThreadPoolExecutor(self._workers.count)).map
+            ended = list(run_all(run, range(len(members))))
+        return [entry for entry, _ in ended if entry], _worst([outcome for _, outcome in ended])
+
+    def _run_member(
+        self, task: CheckedTask, start: Start, position: str, name: str, settings: dict[str, str]
+    ) -> tuple[Entry | None, session.Outcome]:
+        """Trains the run `name` unless its scores are stored; returns these, and how it ended."""
+        overrides = [f"{path}={value}" for path, value in settings.items()]
+        experiment = config.override(task.task.experiment, overrides)
+        key = sha256([sha256(experiment), start.key, task.examples_hash])
+        if key not in self._record["runs"]:
+            if self._is_stopped:
+                return None, "stopped"
+            title = f"{task.task.name}, {position}: {name}"
+            self._progress.report(f"benchmark {self.suite.name}: {title}")
+            folder = f"{task.task.name}_{name}-{key[:8]}"
+            located = config.locate_files(experiment, task.folder)
+            origin = config.origin_of(self.suite.name, overrides, located)
+            member = SweepRun(folder, settings, located, origin)
+            arguments = member, start.path, self.root / "runs" / folder
+            if self._workers is None:
+                outcome, evaluations = sweep.run_member(*arguments, self._progress)
+            else:
+                outcome, evaluations = self._workers.call(_train, *arguments)
+            self._is_stopped |= outcome == "stopped"
+            if outcome != "finished":
+                return None, outcome
+            self._keep(key, member, evaluations[-1])
+        return self._record["runs"][key], "finished"
 
     def _keep(self, key: str, member: SweepRun, scores: dict[str, Any]) -> None:
         """Stores a finished run."""
         lines = JsonLines(Workdir(self.root / "runs" / member.folder).timings).read()
         seconds = times.account(lines)  # by what they were spent on; `away` is between two starts
-        self._record["runs"][key] = {
-            "folder": member.folder,
-            "settings": member.settings,
-            "scores": scores,
-            "minutes": (sum(seconds.values()) - seconds["away"]) / 60,
-            "version": bert_jax.__version__,
-        }
-        self._write()
+        with self._lock:
+            self._record["runs"][key] = {
+                "folder": member.folder,
+                "settings": member.settings,
+                "scores": scores,
+                "minutes": (sum(seconds.values()) - seconds["away"]) / 60,
+                "version": bert_jax.__version__,
+            }
+            self._write()
 
     def _write(self) -> None:
         write_json(self.root / "benchmark.json", self._record)
 
     # --- models and predictions of the best runs --------------------------------------------------
 
-    def _load(self, entry: Entry) -> TaskModel:
-        return TaskModel(Workdir(self.root / "runs" / entry["folder"]))
+    def _make_start(self, name: str, outcome: "Future[session.Outcome]") -> Start | None:
+        """Returns the best model of a task as a base, made if it is missing; None without a run.
 
-    def _make_start(self, name: str) -> Start | None:
-        """Returns the best model of a task as a base, made if it is missing; None without a run."""
+        `outcome` is that of the task, which is waited for.
+        """
+        outcome.result()
         best = next(result for result in self.results if result.task.name == name).best
         if best is None:
             return None
         folder = self.root / "bases" / best["folder"]
         if not base_lib.is_base(folder):
-            tuned = self._load(best)
-            params = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
-            merged = jax.device_get(params)
-            trained = {part: merged[part] for part in ("encoder", "pooler") if part in merged}
-            params, fresh = heads.add_missing_heads(tuned.model, trained)
             source = f"{self.suite.name}: {best['folder']}"
-            base = base_lib.Base(tuned.model, params, tuned.tokenizer, source, fresh)
-            base_lib.write(base, folder)
+            self._call(_write_base, self.root / "runs" / best["folder"], folder, source)
         return Start(os.fspath(folder), best["folder"])
 
     def _predict(self, task: CheckedTask, best: Entry) -> None:
         """Writes the missing files of predictions of a task."""
-        model = None
-        for file in task.task.predictions:
-            path, done = self.root / "predictions" / file.output, self._record["predictions"]
-            made_from = f"{best['folder']} {task.prediction_hashes[file.output]}"
-            if done.get(file.output) == made_from and path.exists():
-                continue
-            self._progress.report(f"benchmark: predicting {file.source} with {best['folder']}")
-            model = model or self._load(best)
-            located = suite_files.locate(task.task.experiment, task.folder)
-            rows = list(suite_files.read_file(file, located.task, task.folder))
-            with create_folder(path.parent):
-                submission.write_predictions(model, file, rows, path)
-            done[file.output] = made_from
+        folder, done = self.root / "predictions", self._record["predictions"]
+        hashes = task.prediction_hashes
+        origins = {name: f"{best['folder']} {hashes[name]}" for name in hashes}
+        missing = [
+            file
+            for file in task.task.predictions
+            if done.get(file.output) != origins[file.output] or not (folder / file.output).exists()
+        ]
+        if missing:
+            sources = ", ".join(file.source for file in missing)
+            self._progress.report(f"benchmark: predicting {sources} with {best['folder']}")
+            run = self.root / "runs" / best["folder"]
+            self._call(_write_predictions, run, task, missing, folder)
+        with self._lock:
+            done |= {file.output: origins[file.output] for file in missing}
             self._write()
 
     def _archive(self) -> None:
@@ -259,3 +301,64 @@ class Benchmark:
         for name, paths in archives.items():
             if all(path.exists() for path in paths):
                 submission.write_archive(paths, self.root / name)
+
+
+# --- functions that use devices -------------------------------------------------------------------
+
+
+def _read_base(base: str, tasks: Sequence[CheckedTask]) -> tuple[Start, int]:
+    """Reads the base; raises InputError if a task cannot start from it.
+
+    Returns:
+      The start, and the bytes of memory of the largest run.
+    """
+    read = adaptation.read_base(config.override(tasks[0].task.experiment, [f"init_from={base}"]))
+    parameters, needed = sum(leaf.size for leaf in jax.tree.leaves(read.params)), []
+    for task in tasks:
+        experiment = task.task.experiment
+        with prefix_errors(task.task.name):
+            adaptation.require_usable(read.model, experiment, base)
+        needed.append(bytes_of_run(read.model, parameters, experiment))
+    return Start(base, read.sha256), max(needed)
+
+
+def _train(
+    member: SweepRun, base: str, workdir: epath.Path
+) -> tuple[session.Outcome, list[dict[str, Any]]]:
+    """Trains a run in a process of its own, see `sweep.run_member`; frees its programs."""
+    ended = sweep.run_member(member, base, workdir, Progress(LineConsole()))
+    jax.clear_caches()
+    return ended
+
+
+def _write_base(run: epath.Path, folder: epath.Path, source: str) -> None:
+    """Writes the model of a fine-tuned run as a base."""
+    tuned = TaskModel(Workdir(run))
+    params = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
+    merged = jax.device_get(params)
+    trained = {part: merged[part] for part in ("encoder", "pooler") if part in merged}
+    params, fresh = heads.add_missing_heads(tuned.model, trained)
+    base_lib.write(base_lib.Base(tuned.model, params, tuned.tokenizer, source, fresh), folder)
+
+
+def _write_predictions(
+    run: epath.Path, task: CheckedTask, files: Sequence[PredictionFile], folder: epath.Path
+) -> None:
+    """Writes files of predictions of a run into a folder."""
+    model, located = TaskModel(Workdir(run)), config.locate_files(task.task.experiment, task.folder)
+    for file in files:
+        rows = list(suite_files.read_file(file, located.task, task.folder))
+        with create_folder(folder):
+            submission.write_predictions(model, file, rows, folder / file.output)
+
+
+def _call_now(function: Callable[..., T], *arguments: Any) -> "Future[T]":
+    """Calls a function, and returns its result as that of a thread."""
+    future: Future[T] = Future()
+    future.set_result(function(*arguments))
+    return future
+
+
+def _worst(outcomes: Sequence[session.Outcome]) -> session.Outcome:
+    severity: tuple[session.Outcome, ...] = ("finished", "failed", "stopped")
+    return max(outcomes, key=severity.index)

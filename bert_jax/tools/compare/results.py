@@ -46,6 +46,17 @@ class Column:
     examples: str = ""  # hash of the task's examples
 
     @classmethod
+    def all_of(cls, name: str) -> "list[Column]":
+        """Reads a column, or those of a suite: suite:SUITE:FOLDER:TASK for each of its tasks."""
+        word, _, address = name.partition(":")
+        if word != "suite":
+            return [cls.of(name)]
+        address, *settings = address.split(" ")
+        with prefix_errors(f"table.columns: {name}"):
+            tasks = config.load_suite(address.partition(":")[0]).tasks
+        return [cls.of(" ".join([f"suite:{address}:{t.name}", *settings])) for t in tasks]
+
+    @classmethod
     def of(cls, name: str) -> "Column":
         """Reads the file of a task and its examples, so that errors are found before any run."""
         kind, _, file = name.partition(":")
@@ -58,7 +69,8 @@ class Column:
             file, _, setting = file.rpartition(" ")
             settings.insert(0, setting)
         with prefix_errors(f"table.columns: {name}"):
-            task = config.override(config.load(file, Finetuning), settings)
+            task = _read_suite_task(file) if kind == "suite" else config.load(file, Finetuning)
+            task = config.override(task, settings)
             is_pairs = task.task.kind == "minimal_pairs"
             if kind == "probe" and settings:
                 raise InputError("a probe takes no settings; remove them, or write finetune:")
@@ -77,7 +89,7 @@ class Column:
     @property
     def heading(self) -> str:
         """The heading in the text: the file's name, or the task's name if it has settings."""
-        if self.task is not None and "=" in self.name:
+        if self.task is not None and ("=" in self.name or self.name.startswith("suite:")):
             return self.task.name
         return self.name.rpartition("/")[2]
 
@@ -85,6 +97,14 @@ class Column:
         """Formats a value of the column."""
         is_whole = self.name in _WHOLE_NUMBERS or REACH.fullmatch(self.name)
         return f"{value:,.0f}" if is_whole else f"{value:.3f}"
+
+
+def _read_suite_task(address: str) -> Finetuning:
+    """Returns the fine-tuning that SUITE:FOLDER:TASK names."""
+    suite, _, rest = address.partition(":")
+    folder, _, name = rest.rpartition(":")
+    (task,) = (task for task in config.load_suite(suite).tasks if task.name == name)
+    return config.locate_files(task.experiment, folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +137,14 @@ class Results:
     def read(cls, table: Table, root: str) -> "Results":
         """Reads the table's values from its folder, which may be new."""
         folder = Workdir(root).root
-        columns = [Column.of(name) for name in table.columns]
+        columns = [column for name in table.columns for column in Column.all_of(name)]
         titles = [column.title for column in columns]
         for column in columns:
             if titles.count(column.title) > 1:
                 raise InputError(
                     f"table.columns: {column.name}: there are two tasks of this name; rename one"
                 )
-            if column.task is None or not column.name.startswith("finetune:"):
+            if column.task is None or column.name.startswith("probe:"):
                 continue
             for row in table.rows:
                 with prefix_errors(f"table.columns: {column.name}"):

@@ -67,7 +67,7 @@ def runs(monkeypatch):
     run_member.score, run_member.outcome, run_member.found = score, "finished", found
     monkeypatch.setattr(sweep, "run_member", run_member)
     monkeypatch.setattr(Benchmark, "_predict", lambda *_: None)
-    monkeypatch.setattr(Benchmark, "_make_start", lambda self, name: Start(f"of {name}", name))
+    monkeypatch.setattr(Benchmark, "_make_start", lambda self, name, _: Start(f"of {name}", name))
     return run_member
 
 

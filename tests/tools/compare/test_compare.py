@@ -13,6 +13,7 @@ import statistics
 import types
 
 import pytest
+import suite_data
 from made import COLUMNS, Quiet, compare, fake_runs, small, write_table, write_task
 from small_run import bert_jax, killed
 
@@ -382,3 +383,25 @@ def test_a_column_s_settings_change_its_task_alone(here):
     assert [column.heading for column in found] == ["finetune:task.py", "small-batch"]
     experiment = small(here)
     assert len({results.hash_of(column, experiment) for column in found}) == 2
+
+
+def test_a_suite_is_a_column_for_each_of_its_tasks(here, monkeypatch):
+    write_task(here)
+    suite_data.glue(here / "data")
+    (here / "some.py").write_text(
+        "import dataclasses\nfrom bert_jax import config\n\ndef suite():\n"
+        "    glue = config.load_suite('glue')\n"
+        "    tasks = tuple(task for task in glue.tasks if task.name in ('SST-2', 'CoLA'))\n"
+        "    return dataclasses.replace(glue, tasks=tasks)\n"
+    )
+    write_table(here, ("loss", "suite:some.py:data task.max_sequence_length=32"))
+    asked = fake_tasks(monkeypatch)
+    fake_runs(monkeypatch)
+    assert compare() == 0
+    first, *_ = table_csv()
+    names = [f"suite:some.py:data:{name} task.max_sequence_length=32" for name in ("SST-2", "CoLA")]
+    assert [name for name in first if name.endswith("=32")] == names
+    heads = pathlib.Path("w/table.txt").read_text().splitlines()[0]
+    assert "SST-2" in heads and "CoLA" in heads and len(asked) == 8
+    fake_runs(monkeypatch)
+    assert compare() == 0 and len(asked) == 8

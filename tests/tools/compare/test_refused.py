@@ -116,6 +116,8 @@ def test_files_that_give_no_table_are_named(here, capsys, text, words):
         ("finetune:./task.py", "two tasks of this name"),
         ("finetune:task.py batch_size=2", "two tasks of this name"),
         ("probe:task.py batch_size=2", "write finetune:"),
+        ("suite:nowhere:data", "nowhere: no such suite"),
+        ("suite:glue:nowhere", "nowhere"),
     ],
 )
 def test_tasks_that_cannot_be_asked_are_named_before_anything_is_run(here, capsys, column, words):

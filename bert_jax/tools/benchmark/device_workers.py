@@ -1,0 +1,127 @@
+"""Processes with a part of this machine's devices each, in which runs are trained side by side.
+
+On a CPU the parts are cores: XLA starts as many threads as a process may use cores.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+
+from bert_jax import system
+from bert_jax.config import Finetuning, Model, code
+from bert_jax.data.workers import Worker, WorkerDied
+from bert_jax.storage.workdir import create_folder
+
+# The blocks of chips of one host, by their number, as libtpu names them.
+_TPU_BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
+# Bytes of a process without the run: Python, JAX, compiled programs.
+_PROCESS_BYTES = 10**9
+
+
+def bytes_of_run(model: Model, parameters: int, experiment: Finetuning) -> int:
+    """Estimates the memory of this machine that a fine-tuning needs.
+
+    Weights, gradients and two moments are float32. On a CPU the activations are here, too
+    (Korthikanti et al. 2022, equation 2, with four bytes for each number instead of two).
+    """
+    needed = _PROCESS_BYTES + 16 * parameters
+    if not system.accelerator_count():
+        length, tokens = experiment.task.max_sequence_length, experiment.batch_size
+        tokens *= length
+        each = 34 * model.hidden_size + 5 * model.num_attention_heads * length
+        needed += 2 * model.num_hidden_layers * tokens * each
+    return needed
+
+
+def environment_of(number: int, count: int) -> dict[str, str]:
+    """Returns the variables by which process `number` of `count` sees only its accelerators."""
+    each = system.accelerator_count() // count
+    names = ",".join(str(number * each + place) for place in range(each))
+    visible = {
+        "CUDA_VISIBLE_DEVICES": names,
+        "TPU_VISIBLE_CHIPS": names,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_BLOCKS.get(each, f"1,{each},1"),
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
+    return visible if each else {}
+
+
+class DeviceWorkers:
+    """Runs calls of several threads side by side, each in a process with its own devices.
+
+    This process must not use devices meanwhile: a TPU serves one process only. What the processes
+    print is appended to FOLDER/process-N.log.
+    """
+
+    def __init__(self, count: int, folder: epath.Path):
+        self.count, self._folder = count, folder
+        self._limit = count  # calls that may run at once
+        self._idle = list(reversed(range(count)))  # numbers of processes
+        self._workers: dict[int, Worker] = {}
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def fit_to_memory(self, bytes_each: int) -> int:
+        """Limits the calls that run at once to those that the free memory holds."""
+        self._limit = max(1, min(self.count, system.free_memory() // bytes_each))
+        return self._limit
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Waits for an idle process, and returns the result of a call there.
+
+        A process that dies while others run has probably met the end of the memory: its call is
+        repeated, and from then on one call runs at a time.
+        """
+        while True:
+            number, limit = self._take()
+            try:
+                worker = self._workers.get(number) or self._start(number)
+                worker.start(function, *arguments)
+                return worker.result()
+            except WorkerDied:
+                with self._changed:
+                    self._workers.pop(number).close()
+                    if self._is_closed or limit == 1:
+                        raise
+                    self._limit = 1
+            finally:
+                with self._changed:
+                    self._idle.append(number)
+                    self._changed.notify_all()
+
+    def _take(self) -> tuple[int, int]:
+        """Waits until a call may run; returns the number of its process, and the limit now."""
+
+        def may_run() -> bool:
+            return self._is_closed or self.count - len(self._idle) < self._limit
+
+        with self._changed:
+            self._changed.wait_for(may_run)
+            if self._is_closed:
+                raise WorkerDied(0)
+            return self._idle.pop(), self._limit
+
+    def _start(self, number: int) -> Worker:
+        environment = os.environ | code.environment() | environment_of(number, self.count)
+        log = self._folder / f"process-{number}.log"
+        with create_folder(self._folder), open(log, "ab") as output:
+            worker = Worker(environment, output)
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))[number :: self.count]
+            os.sched_setaffinity(worker.process.pid, cores or os.sched_getaffinity(0))
+        with self._changed:
+            self._workers[number] = worker
+            if self._is_closed:
+                worker.close()
+        return worker
+
+    def close(self) -> None:
+        """Ends all processes at once; their calls raise WorkerDied."""
+        with self._changed:
+            self._is_closed = True
+            for worker in self._workers.values():
+                worker.process.kill()
+            self._changed.notify_all()
