@@ -132,7 +132,7 @@ class CorpusBuilder:
         self._check_sources()
         # In a mixture no part holds text of two sources.
         planned = [
-            parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else (corpus,))
+            parts.plan(c) for c in (corpus.split_by_source() if corpus.is_mixed else (corpus,))
         ]
         all_parts = [*itertools.chain.from_iterable(planned)]
         files, count = pluralize(len(sources), "file"), pluralize(len(all_parts), "part")
@@ -321,7 +321,7 @@ class CorpusBuilder:
 
     def _count_documents(self, written: Sequence[Result], part_counts: list[int]) -> Record:
         """Returns how many training documents each source of a mixture has, for the manifest."""
-        if not self._corpus.mixture:
+        if not self._corpus.is_mixed:
             return {}
         counts = (record.get("train", {"documents": 0})["documents"] for _, record in written)
         # Each sum takes the next parts of the iterator.

@@ -136,7 +136,8 @@ class PretrainingJob(Job):
             data_sha256=self._corpus.sha256,
             require_data_unchanged=self._corpus.require_unchanged,
         )
-        self.report(_summary(experiment, objective, mesh))
+        for line in (*self._corpus.describe_shares(experiment), _summary(experiment, objective, mesh)):
+            self.report(line)
 
     def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
         base = base_lib.load_initial(self.experiment)
