@@ -116,6 +116,13 @@ class Corpus(Section, role="identity", label="corpus"):
     language: str = "en"
     # What to do about a document whose whole text occurred before.
     repeated_documents: Literal["keep", "drop"] = "keep"
+    # What to do about a document of which an earlier one has most of the text in the same words,
+    # found by MinHash; held-out documents count as earlier than others. drop: needs the extra
+    # dedup.
+    near_duplicates: Literal["keep", "drop"] = "keep"
+    # Files of evaluation sets, in any format, by line. A document that holds 13 words in a row of a
+    # line is dropped. Needs the extra dedup.
+    evaluation_files: tuple[str, ...] = ()
     # train: trains one on the text. Or the path of a vocab.txt, a SentencePiece .model, a
     # tokenizer.json (next to files that name its special tokens) or a run's tokenizer folder.
     tokenizer: str = "train"
