@@ -177,7 +177,7 @@ class Corpus(Section, role="identity", label="corpus"):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether each source has a share of the rows, instead of each document one reading."""
+        """Returns whether each source has a share of the rows, whatever its size."""
         return bool(self.mixture) or self.temperature > 0
 
     def mixture_problem(self, weights: tuple[float, ...], temperature: float) -> str:
