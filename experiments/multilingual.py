@@ -3,10 +3,10 @@
     bert-jax pretrain experiments/multilingual.py --workdir gs://BUCKET/multilingual
 
 Source: Marone et al. 2025 (mmBERT): 2.3 trillion tokens of 60 languages with temperature .7, 0.6 of
-110 with .5, 0.1 of 1,833 with .3; 30, 15 and 5 % of tokens are masked; rows of 8,192 from the second
-phase on. The model is modern_base_pod.py. Departures, next to those of that file: five, seven and
-nine languages, without code, stand for theirs; a BPE of 64,000 tokens is trained on the text
-(theirs: Gemma 2's, 256,000); one rate until the last phase, which ends at 0.
+110 with .5, 0.1 of 1,833 with .3; 30, 15 and 5 % of tokens are masked; rows of 8,192 from the
+second phase on. The model is that of modern_base_pod.py. Departures, next to those of that file:
+five, seven and nine languages, without code, stand for theirs; a BPE of 64,000 tokens is trained on
+the text (theirs: Gemma 2's, 256,000); one rate until the last phase, which ends at 0.
 Hardware: 64 TPU v5e chips.
 Expected: not run. Theirs is the released model.
 """
@@ -19,7 +19,8 @@ from bert_jax.config import Corpus, Experiment, Phase
 
 ENGLISH = "parquet:hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT/*.parquet"
 # FineWeb2: Russian, German, Spanish, French; Icelandic and Swahili; Faroese and Tigrinya.
-LANGUAGES = "rus_Cyrl deu_Latn spa_Latn fra_Latn isl_Latn swh_Latn fao_Latn tir_Ethi".split()
+LANGUAGES = ("rus_Cyrl", "deu_Latn", "spa_Latn", "fra_Latn")
+LANGUAGES += ("isl_Latn", "swh_Latn", "fao_Latn", "tir_Ethi")
 FOLDER = "parquet:hf://datasets/HuggingFaceFW/fineweb-2/data"
 
 

@@ -147,7 +147,7 @@ class CorpusBuilder:
             shared = self._share(tok)
         read = self._read_parts(all_parts, shared)
         repeated, all_splits = self._assign_splits(read)
-        dropped = self._drop_similar(read, all_splits, evaluation)
+        dropped = self._drop_similar(read, all_splits, shared, evaluation)
         counts = [len(self._open_part(item, "documents.bin", parts.DOCUMENT)) for item, _ in read]
         splits = np.split(all_splits, np.cumsum(counts)[:-1])
         layouts = collections.Counter[str]()
@@ -301,7 +301,11 @@ class CorpusBuilder:
         return assign_splits(np.concatenate([table["hash"] for table in tables]), self._corpus)
 
     def _drop_similar(
-        self, read: Sequence[Result], splits: np.ndarray, evaluation: tuple[tuple[str, str], ...]
+        self,
+        read: Sequence[Result],
+        splits: np.ndarray,
+        shared: parts.SharedTokenizer | None,
+        evaluation: tuple[tuple[str, str], ...],
     ) -> Record:
         """Drops near duplicates and text of evaluation sets; returns counts for the manifest.
 
@@ -309,8 +313,9 @@ class CorpusBuilder:
         """
         if not near_duplicates.is_used(self._corpus):
             return {}
+        settings = self._corpus.case, shared, evaluation
         items = [
-            near_duplicates.CompareDocuments(self._location, item, evaluation) for item, _ in read
+            near_duplicates.CompareDocuments(self._location, item, *settings) for item, _ in read
         ]
         compared = self._run("comparing documents", items, self._report)
         counts: Record = {}

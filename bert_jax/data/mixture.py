@@ -29,7 +29,7 @@ class SourceOrder:
     Each weight is 0 or gives a row in every block; `names` is (seed, split, phase).
     """
 
-    def __init__(self, weights: Sequence[float], names: tuple[object, ...]):
+    def __init__(self, weights: Sequence[float] | np.ndarray, names: tuple[object, ...]):
         self._key = draws.key_of(*names, "mixture")
         relative = np.array(weights) / max(weights)  # the sum of large weights may overflow
         exact = relative / relative.sum() * BLOCK_ROWS

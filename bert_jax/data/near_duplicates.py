@@ -3,7 +3,7 @@
 Words are compared without case and punctuation. For tokenizers other than WordPiece, tokens take
 the place of words. Documents are near duplicates if they have the same minima in one of 16 bands of
 8 MinHashes of their runs of five words (Broder 1997; bands as in Penedo et al. 2024, FineWeb,
-section 3.4). Documents that share a part s of these runs are found with probability
+section 3.4). Documents whose runs have the Jaccard similarity s are found with probability
 1 - (1 - s^8)^16: .06 for s = .5, .61 for .7, .95 for .8, .9999 for .9. rensa (the [dedup] extra)
 computes the MinHashes.
 
@@ -27,7 +27,6 @@ import numpy as np
 from bert_jax.config import Corpus
 from bert_jax.data.parts import (
     DOCUMENT,
-    Read,
     SharedTokenizer,
     hash_inputs,
     load_tokenizer,
@@ -41,7 +40,8 @@ from bert_jax.text.tokenizer import Case, Splitter
 
 # Bands of MinHashes and the number in each; words of a run whose hashes are minimised.
 BANDS, _ROWS, _RUN = 16, 8, 5
-# Words that an evaluation set and a document may not share in a row (Brown et al. 2020, appendix C).
+# Number of words in a row that a document may not share with an evaluation set (Brown et al. 2020,
+# appendix C).
 NGRAM = 13
 # Tokens that are compared at once, so that their hashes stay in the processor's cache. A longer
 # document is compared with others by so many of its first tokens.
@@ -79,7 +79,9 @@ def is_used(corpus: Corpus) -> bool:
 class CompareDocuments(WorkItem):
     """Hashes the bands of the documents of a part, and compares them with evaluation sets."""
 
-    read: Read  # the item that read the part
+    read: WorkItem  # the item that read the part
+    case: Case
+    tokenizer: SharedTokenizer | None  # of the tokens that it wrote; None: it wrote words
     evaluation: tuple[tuple[str, str], ...]  # files with their hashes
 
     @property
@@ -97,9 +99,7 @@ class CompareDocuments(WorkItem):
             documents = len(bounds) - 1
             bands = np.zeros((BANDS, documents), np.uint64)
             contaminated = np.zeros(documents, bool)
-            ngrams = _evaluation_ngrams(
-                self.evaluation, self.read.corpus.case, self.read.tokenizer
-            )
+            ngrams = _evaluation_ngrams(self.evaluation, self.case, self.tokenizer)
             for first, last, start, stop in _blocks(bounds):
                 hashes = table[tokens[start:stop]]
                 ends = np.clip(bounds[first : last + 1] - start, 0, stop - start)
@@ -121,10 +121,10 @@ class CompareDocuments(WorkItem):
         sentence_ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         counts = documents["sentences"].astype(np.int64)
         bounds = sentence_ends[np.concatenate([[0], np.cumsum(counts)])]
-        if self.read.tokenizer is None:
+        if self.tokenizer is None:
             names = words.read_words(local_file(self.read, "words.txt", scratch))
         else:
-            tokenizer = load_tokenizer(self.read.tokenizer)
+            tokenizer = load_tokenizer(self.tokenizer)
             names = [tokenizer.token(number) for number in range(tokenizer.size)]
         return tokens, bounds, _hash_words(names)
 
@@ -183,7 +183,9 @@ def hash_bands(hashes: np.ndarray, ends: np.ndarray) -> np.ndarray:
     bands, has_runs = np.zeros((BANDS, len(counts)), np.uint64), counts > 0
     if len(runs):
         offsets = np.concatenate([[0], np.cumsum(counts[has_runs])])
-        matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(runs, offsets, BANDS * _ROWS, 1)
+        matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
+            runs, offsets, BANDS * _ROWS, 1
+        )
         minima = np.array(matrix.to_rows(), np.uint64).reshape(-1, BANDS, _ROWS)
         values = np.zeros(minima.shape[:2], np.uint64)
         for row in range(_ROWS):
@@ -226,7 +228,7 @@ def _evaluation_ngrams(
 
 
 def find_later_duplicates(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
-    """Returns which documents have a near duplicate that comes earlier in `order`, bool [documents].
+    """Returns which documents have a near duplicate earlier in `order`, bool [documents].
 
     Args:
       parts: the bands of each part, uint64 [BANDS, documents of the part]. One band of all parts is

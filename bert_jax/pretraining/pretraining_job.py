@@ -136,8 +136,9 @@ class PretrainingJob(Job):
             data_sha256=self._corpus.sha256,
             require_data_unchanged=self._corpus.require_unchanged,
         )
-        for line in (*self._corpus.describe_shares(experiment), _summary(experiment, objective, mesh)):
+        for line in self._corpus.describe_shares(experiment):
             self.report(line)
+        self.report(_summary(experiment, objective, mesh))
 
     def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
         base = base_lib.load_initial(self.experiment)

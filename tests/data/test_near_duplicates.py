@@ -35,9 +35,7 @@ def test_runs_are_those_within_documents():
     documents = [[rng.randrange(3) for _ in range(n)] for n in (9, 0, 3, 5, 4, 40, 1, 6)]
     for length in (1, 2, 5, 13):
         hashes, counts = near_duplicates._hash_runs(*numbered(documents), length)
-        expected = [
-            tuple(d[i : i + length]) for d in documents for i in range(len(d) - length + 1)
-        ]
+        expected = [tuple(d[i : i + length]) for d in documents for i in range(len(d) - length + 1)]
         assert counts.tolist() == [max(len(d) - length + 1, 0) for d in documents]
         assert len(hashes) == len(expected)
         pairs = {*zip(hashes.tolist(), expected, strict=True)}
@@ -139,7 +137,8 @@ def test_near_duplicates_are_dropped_and_counted(cleaned):
     counts = [sum(s["documents"] for s in m["splits"].values()) for m in (kept, dropped)]
     assert counts == [160, 120]
     left = documents_in(epath.Path(root / "drop"))
-    each = [runs(d.replace(".", "").replace("!", "").split(), RUN) for s in left.values() for d in s]
+    words = [d.replace(".", "").replace("!", "").split() for s in left.values() for d in s]
+    each = [runs(document, RUN) for document in words]
     assert not any(len(a & b) > 0.5 * len(a | b) for a, b in itertools.combinations(each, 2))
     # Of a held-out and a training document, the held-out one stays.
     before = documents_in(epath.Path(root / "keep"))["validation"]
@@ -169,7 +168,8 @@ def test_text_of_evaluation_sets_is_dropped(tmp_path, kind, enough, too_few, mon
     rng = random.Random(2)
     documents = [text(rng, 6) for _ in range(60)]
     lines = ["label\ttext"]
-    for number, start, count in ((3, 0, enough), (17, 40, enough), (29, 57, enough), (40, 7, too_few)):
+    excerpts = ((3, 0, enough), (17, 40, enough), (29, 57, enough), (40, 7, too_few))
+    for number, start, count in excerpts:
         found = documents[number].split()[start : start + count]
         changed = ", ".join(found).upper().replace(".", "")  # as WordPiece's words, not as tokens
         lines.append(f"1\t{changed if kind == 'wordpiece' else ' '.join(found)}")
