@@ -38,24 +38,24 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_060,
-    "checkpoints": 1_205,
-    "cli": 2_326,
-    "config": 2_573,
-    "data": 3_708,
+    "checkpoints": 1_206,
+    "cli": 2_329,
+    "config": 2_633,
+    "data": 4_038,
     "distributed": 1_120,
     "embeddings": 1_550,
     "interop": 2_767,
     "model": 3_081,
-    "pretraining": 1_220,
+    "pretraining": 1_229,
     "serve": 573,
     "storage": 2_070,
     "tasks": 4_617,
     "text": 3_241,
-    "tools": 8_575,
+    "tools": 8_579,
     "training": 2_391,
     "benchmarks": 3_052,
-    "experiments": 1_728,
-    "tests": 37_566,
+    "experiments": 1_798,
+    "tests": 37_926,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
