@@ -14,7 +14,6 @@ that reads it keeps a copy (see storage.copies).
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -285,7 +284,7 @@ def _require_same(
     remedy = f"choose another {_FOLDER_FIELD}, or remove {folder} to prepare it again"
     settings = build.settings_of(corpus)
     # Settings that are missing in the manifest have their default.
-    earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
+    earlier = build.settings_of(Corpus(sources=corpus.sources)) | manifest["settings"]
     is_divided = "documents_of_sources" in manifest
     has_moved_text = earlier["sources"] != settings["sources"] and _has_same_text(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from test_corpus import quiet
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, near_duplicates
 from bert_jax.errors import InputError
+from bert_jax.storage.workdir import with_checksum
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklm" for b in "aeiou" for c in "nprst"]
 RUN, NGRAM = 5, 13
@@ -145,6 +147,22 @@ def test_near_duplicates_are_dropped_and_counted(cleaned):
     assert {*left["validation"]} <= {*before}
     lost = len(before) - len(left["validation"])
     assert lost < len(before) / 5
+
+
+def test_a_corpus_of_an_earlier_version_is_used_as_it_is(cleaned, tmp_path):
+    """Its manifest has none of the later settings."""
+    root, settings = cleaned
+    shutil.copytree(root / "keep", tmp_path / "old")
+    manifest = corpus.open_manifest(epath.Path(root / "keep"))
+    for name in ("near_duplicates", "evaluation_files", "temperature"):
+        del manifest["settings"][name]
+    del manifest["checksum"]
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
+    found = corpus.prepare(settings, 300, epath.Path(tmp_path / "old"), quiet)
+    assert found["files"] == manifest["files"]
+    changed = dataclasses.replace(settings, near_duplicates="drop")
+    with pytest.raises(InputError, match="prepared with near_duplicates='keep', now 'drop'"):
+        corpus.prepare(changed, 300, epath.Path(tmp_path / "old"), quiet)
 
 
 def test_the_number_of_workers_changes_nothing(cleaned, monkeypatch, tmp_path):
