@@ -81,8 +81,9 @@ def prepare(args: argparse.Namespace) -> int:
     if args.verify:
         corpus.verify(workdir.corpus)
         print_now(f"corpus: all files of {workdir.corpus} match their recorded checksums")
-    for line in PreparedCorpus.open(workdir.corpus).describe_shares(experiment):
-        print_now(line)
+    if experiment.corpus.is_mixed:
+        for line in PreparedCorpus.open(workdir.corpus).describe_shares(experiment):
+            print_now(line)
     tokens = manifest["splits"]["train"]["tokens"]
     print_now(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
     return FINISHED

@@ -177,7 +177,7 @@ class Corpus(Section, role="identity", label="corpus"):
 
     @property
     def is_mixed(self) -> bool:
-        """Returns whether each source has a share of the rows, whatever its size."""
+        """Returns whether sources have shares of the rows, and the text is divided by source."""
         return bool(self.mixture) or self.temperature > 0
 
     def mixture_problem(self, weights: tuple[float, ...], temperature: float) -> str:

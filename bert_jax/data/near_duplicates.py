@@ -2,8 +2,8 @@
 
 Words are compared without case and punctuation. For tokenizers other than WordPiece, tokens take
 the place of words. Documents are near duplicates if they have the same minima in one of 16 bands of
-8 MinHashes of their runs of five words (Broder 1997; bands as in Penedo et al. 2024, FineWeb,
-section 3.4). Documents whose runs have the Jaccard similarity s are found with probability
+8 MinHashes of their runs of five words (Broder 1997; Penedo et al. 2024, FineWeb, section 3.4, have
+14 such bands). Documents whose runs have the Jaccard similarity s are found with probability
 1 - (1 - s^8)^16: .06 for s = .5, .61 for .7, .95 for .8, .9999 for .9. rensa (the [dedup] extra)
 computes the MinHashes.
 
@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import pathlib
 import tempfile
@@ -33,7 +34,7 @@ from bert_jax.data.parts import (
     map_file,
 )
 from bert_jax.data.work_items import Tick, WorkItem, local_file
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.text import line_reader, words
 from bert_jax.text import sources as text_sources
 from bert_jax.text.tokenizer import Case, Splitter
@@ -48,6 +49,8 @@ NGRAM = 13
 _BLOCK = 1 << 18
 # Tokens of the next block that a run may need: 13 words with their punctuation.
 _OVERLAP = 64
+# Lines of an evaluation set that are split at once.
+_LINES = 1 << 12
 # Knuth's multiplier of a linear congruential generator with 64 bits.
 _MULTIPLIER = np.uint64(6364136223846793005)
 # Marks of a preceding blank in tokens of SentencePiece and of byte BPE.
@@ -57,7 +60,7 @@ _BLANKS = "\u2581\u0120"
 def fingerprint_evaluation(corpus: Corpus) -> tuple[tuple[str, str], ...]:
     """Returns the path and the SHA-256 of each file of `corpus.evaluation_files`.
 
-    Also raises InputError if the settings need a library that is not installed.
+    Raises InputError if a file cannot be read as text, or a library that is needed is missing.
     """
     if is_used(corpus) and importlib.util.find_spec("rensa") is None:
         raise InputError(
@@ -67,6 +70,9 @@ def fingerprint_evaluation(corpus: Corpus) -> tuple[tuple[str, str], ...]:
     for path in corpus.evaluation_files:
         if "://" not in path and not os.path.isfile(path):
             raise InputError(f"corpus.evaluation_files: {path}: no such file")
+        with prefix_errors("corpus.evaluation_files"):
+            for _ in line_reader.read_file(path):
+                pass
     return tuple((path, text_sources.sha256(path)) for path in corpus.evaluation_files)
 
 
@@ -211,20 +217,20 @@ def _evaluation_ngrams(
 
     Words are those of the corpus: tokens, or, without a tokenizer, those of `Splitter`.
     """
-    lines: list[Sequence[str]] = []
     splitter, tokenizer = Splitter(case), load_tokenizer(shared) if shared else None
-    for path, _ in files:
-        for _, line in line_reader.read_file(path):
-            if tokenizer is None:
-                lines.append(splitter.words([line]))
-            else:
-                ids = tokenizer.encode_after_space(line)
-                lines.append([tokenizer.token(token_id) for token_id in ids])
-    if not lines:
-        return np.zeros(0, np.uint64)
-    ends = np.concatenate([[0], np.cumsum([*map(len, lines)])])
-    hashes = _hash_words([name for line in lines for name in line])
-    return np.unique(_hash_runs(*_without_punctuation(hashes, ends), NGRAM)[0])
+
+    def split(line: str) -> list[str]:
+        if tokenizer is None:
+            return splitter.words([line])
+        return [tokenizer.token(token_id) for token_id in tokenizer.encode_after_space(line)]
+
+    found = [np.zeros(0, np.uint64)]
+    texts = (line for path, _ in files for _, line in line_reader.read_file(path))
+    while lines := [split(line) for line in itertools.islice(texts, _LINES)]:
+        ends = np.concatenate([[0], np.cumsum([*map(len, lines)])])
+        hashes = _hash_words([*itertools.chain.from_iterable(lines)])
+        found.append(_hash_runs(*_without_punctuation(hashes, ends), NGRAM)[0])
+    return np.unique(np.concatenate(found))
 
 
 def find_later_duplicates(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:

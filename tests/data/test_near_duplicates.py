@@ -213,6 +213,10 @@ def test_what_is_missing_is_named_before_the_text_is_read(tmp_path, monkeypatch)
     lost = dataclasses.replace(settings, evaluation_files=("lost.tsv",))
     with pytest.raises(InputError, match=r"corpus\.evaluation_files: lost\.tsv: no such file"):
         corpus.prepare(lost, 300, epath.Path(tmp_path / "corpus"), quiet)
+    (tmp_path / "latin.tsv").write_bytes("good\nca\xf1a\n".encode("latin-1"))
+    latin = dataclasses.replace(settings, evaluation_files=(str(tmp_path / "latin.tsv"),))
+    with pytest.raises(InputError, match=r"corpus\.evaluation_files: .*latin\.tsv:2: byte 2"):
+        corpus.prepare(latin, 300, epath.Path(tmp_path / "corpus"), quiet)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "rensa" else find(n))
     with pytest.raises(InputError, match=r"corpus\.near_duplicates.*bert-jax\[dedup\]"):
