@@ -52,6 +52,22 @@ OBJECTIVES = {
 }
 
 
+# Settings of a run whose phases draw from two sources by shares of their own.
+TWO_SOURCES = (
+    *("corpus.sources=text:{folder}/text,text:{folder}/more", "run.corpus_dir={folder}/mixed"),
+    *("corpus.temperature=0.5", "phases.0.mixture=1,0", "phases.1.mixture=1,3"),
+)
+
+
+def write_second_source(folder: pathlib.Path) -> tuple[str, ...]:
+    """Writes other text besides that of `write_text`; returns the settings `TWO_SOURCES`."""
+    (folder / "more").mkdir()
+    (folder / "more" / "all.txt").write_text(
+        (folder / "text" / "all.txt").read_text().replace("w", "x")
+    )
+    return tuple(setting.replace("{folder}", str(folder)) for setting in TWO_SOURCES)
+
+
 def write_text(folder: pathlib.Path, documents: int = 27) -> pathlib.Path:
     """Text, its vocabulary and the experiment file in `folder`; returns the experiment file."""
     rng = random.Random(0)

@@ -99,6 +99,14 @@ run.trackers=aim -> wandb
 corpus.mixture=1 -> 2 weights
 corpus.mixture=1,1,1 -> 2 weights
 corpus.mixture=1,0 -> jsonl:b
+corpus.mixture=0,0 -> positive
+corpus.temperature=1.5
+phases.0.mixture=1,1 -> corpus.temperature
+phases.1.temperature=.5 -> corpus.mixture
+corpus.mixture=1,1 phases.1.mixture=1,1,1 -> text:a, jsonl:b
+corpus.mixture=1,1 phases.1.mixture=9999,1 -> phases.1.mixture
+corpus.mixture=1,1 phases.0.mixture=1,-1 -> phases.0.mixture
+corpus.mixture=0,1 phases.0.mixture=0,2 -> text:a
 corpus.mixture=-1,2 -> text:a
 corpus.mixture=1e308,1e300 -> jsonl:b
 corpus.mixture=1,nan -> finite

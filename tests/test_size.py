@@ -38,24 +38,24 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_079,
-    "checkpoints": 1_205,
-    "cli": 2_406,
-    "config": 2_643,
-    "data": 3_733,
+    "checkpoints": 1_206,
+    "cli": 2_410,
+    "config": 2_703,
+    "data": 4_068,
     "distributed": 1_120,
     "embeddings": 1_554,
     "interop": 3_010,
     "model": 3_081,
-    "pretraining": 1_220,
+    "pretraining": 1_229,
     "serve": 573,
     "storage": 2_119,
     "tasks": 4_617,
     "text": 3_257,
-    "tools": 8_809,
+    "tools": 8_813,
     "training": 2_391,
     "benchmarks": 3_083,
-    "experiments": 1_728,
-    "tests": 38_347,
+    "experiments": 1_798,
+    "tests": 38_729,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

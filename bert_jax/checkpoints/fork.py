@@ -101,7 +101,8 @@ class ForkPoint(NamedTuple):
         """Returns whether the experiment has other text than its parent, and so other rows."""
         new, old = (dataclasses.asdict(side.corpus) for side in (experiment, saved))
         # Both must have the same tokens, and rows of a mixture are counted over all its sources.
-        changed = {name for name in new if new[name] != old[name]} - {"tokenizer", "mixture"}
+        changed = {name for name in new if new[name] != old[name]}
+        changed -= {"tokenizer", "mixture", "temperature"}
         is_moved = changed == {"sources"} and corpus.is_made_of(self.corpus, experiment.corpus)
         return bool(changed) and not is_moved
 

@@ -73,6 +73,7 @@ def prepare(args: argparse.Namespace) -> int:
     root = root_of(experiment, args.workdir)
     workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
     from bert_jax.data import corpus
+    from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 
     workdir.require_run_or_empty()
     vocab_size, workers = experiment.model.vocab_size, args.workers or system.cores()
@@ -83,6 +84,9 @@ def prepare(args: argparse.Namespace) -> int:
     if args.verify:
         corpus.verify(workdir.corpus)
         print_now(f"corpus: all files of {workdir.corpus} match their recorded checksums")
+    if experiment.corpus.is_mixed:
+        for line in PreparedCorpus.open(workdir.corpus).describe_shares(experiment):
+            print_now(line)
     tokens = manifest["splits"]["train"]["tokens"]
     print_now(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
     return FINISHED

@@ -25,6 +25,7 @@ from bert_jax.config.fields import (
     Section,
     Seed,
     Share,
+    WholeShare,
     minimum,
     subset_of,
 )
@@ -87,6 +88,11 @@ class Phase(Section, role="identity", label="phases"):
     # For kind=modern: base of the rotary positions of global layers in this phase; 0:
     # model.global_rotary_base.
     global_rotary_base: Annotated[_RotaryBaseOrZero, RequiresValue("model.kind", ("modern",))] = 0.0
+    # Weights of this phase instead of corpus.mixture; 0: the phase does not use the source. Empty:
+    # corpus.mixture.
+    mixture: tuple[float, ...] = ()
+    # Exponent of the size of a source in this phase; 0: corpus.temperature.
+    temperature: WholeShare = 0.0
     # Added to the row numbers of the phase. `fork` sets it, so that a run with another batch size
     # continues at the first row that the original run did not train on.
     row_offset: int = 0
@@ -288,6 +294,14 @@ class Experiment(Section, role="identity", label="experiment"):
             data = replace(data, masked_lm_prob=overrides.masked_lm_prob, final_masked_lm_prob=0.0)
         return replace(data, objective=overrides.objective) if overrides.objective else data
 
+    def corpus_of(self, phase: int) -> Corpus:
+        """Returns the corpus section with a phase's own mixture and temperature."""
+        overrides, corpus = self.phases[phase], self.corpus
+        weights = overrides.mixture or corpus.mixture
+        return replace(
+            corpus, mixture=weights, temperature=overrides.temperature or corpus.temperature
+        )
+
     def model_of(self, phase: int) -> Model:
         """Returns the model section with a phase's own rotary base and direction."""
         base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
@@ -309,6 +323,7 @@ class Experiment(Section, role="identity", label="experiment"):
         yield from self._objective_problems()
         yield from self._parallelism_problems()
         yield from self._schedule_problems()
+        yield from self._mixture_problems()
         for number, phase in enumerate(self.phases):
             for name, why in self._phase_problems(number, phase):
                 yield f"phases.{number}.{name}", why
@@ -394,6 +409,25 @@ class Experiment(Section, role="identity", label="experiment"):
             yield "objective", "data.code is the objective of all phases; remove this field"
         if data.attention != "whole_row" and not OBJECTIVES[objective].allows_document_attention:
             yield "objective", f"needs whole rows; remove data.attention={data.attention}"
+
+    def _mixture_problems(self) -> Iterator[Problem]:
+        corpus, unused = self.corpus, {*self.corpus.sources}
+        for number, phase in enumerate(self.phases):
+            name = "mixture" if phase.mixture else "temperature"
+            if (phase.mixture or phase.temperature) and not corpus.is_mixed:
+                why = "prepare divides the text by source only for a mixture of the corpus"
+                yield (
+                    f"phases.{number}.{name}",
+                    f"{why}; set corpus.mixture or corpus.temperature, too",
+                )
+            temperature = phase.temperature or corpus.temperature
+            weights = phase.mixture or corpus.mixture
+            if problem := corpus.mixture_problem(weights, temperature):
+                yield f"phases.{number}.mixture", problem
+            weights = weights or (1.0,) * len(corpus.sources)
+            unused -= {s for s, weight in zip(corpus.sources, weights, strict=True) if weight}
+        if unused:
+            yield "corpus.mixture", f"{min(unused)} has weight 0 in every phase; remove the source"
 
     def _parallelism_problems(self) -> Iterator[Problem]:
         parallelism, heads = self.parallelism, self.model.num_attention_heads

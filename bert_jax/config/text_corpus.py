@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from bert_jax.config.fields import Count, FieldRule, Problem, Section
+from bert_jax.config.fields import Count, FieldRule, Problem, Section, WholeShare
 
 # Kinds of sources that are files, with the endings of the files that they read in a folder, in
 # upper or lower case. All files but Parquet may be compressed.
@@ -69,6 +69,7 @@ def kind_of_file(path: str) -> str:
 
 # In each block of this many rows every source of a mixture has exactly its share.
 MIXED_ROWS = 4096
+LEAST_SHARE = f"less than one row in {MIXED_ROWS:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +82,13 @@ class Corpus(Section, role="identity", label="corpus"):
     # experiment's .py file, ./ and ../ are relative to the folder of the file.
     sources: tuple[str, ...]
     # One weight for each source: its share of the training rows, whatever its size; 3,1 gives the
-    # first source three of four rows. Held-out rows are drawn from all documents alike. Empty:
-    # every document is read once an epoch.
+    # first source three of four rows; 0: only phases with another phases.N.mixture use it. Held-out
+    # rows are drawn from all documents alike. Empty: every document is read once an epoch.
     mixture: tuple[float, ...] = ()
+    # Exponent of the size of a source, in tokens: its share is proportional to its weight in
+    # corpus.mixture (or 1) times tokens^temperature. 1: by size; lower: small sources, such as
+    # languages with little text, give more rows than by size; 0: by corpus.mixture alone.
+    temperature: WholeShare = 0.0
     # How a file is divided. wrapped: it is a document, a blank line ends a paragraph;
     # paragraphs_by_line: it is a document, each line is a paragraph; sentences_by_line: each line
     # is a sentence, a blank line ends a document. per_file: wrapped if its longest line has at most
@@ -111,6 +116,13 @@ class Corpus(Section, role="identity", label="corpus"):
     language: str = "en"
     # What to do about a document whose whole text occurred before.
     repeated_documents: Literal["keep", "drop"] = "keep"
+    # What to do about a document of which an earlier one has most of the text in the same words,
+    # found by MinHash; held-out documents count as earlier than others. drop: needs the extra
+    # dedup.
+    near_duplicates: Literal["keep", "drop"] = "keep"
+    # Files of evaluation sets, in any format, by line. A document that holds 13 words in a row of a
+    # line is dropped. Needs the extra dedup.
+    evaluation_files: tuple[str, ...] = ()
     # train: trains one on the text. Or the path of a vocab.txt, a SentencePiece .model, a
     # tokenizer.json (next to files that name its special tokens) or a run's tokenizer folder.
     tokenizer: str = "train"
@@ -137,7 +149,8 @@ class Corpus(Section, role="identity", label="corpus"):
                     f"{source!r} is no source; write {kinds} before FOLDER_OR_GLOB, tfds: before "
                     "NAME, tfds_dir: before a folder",
                 )
-        yield from self._mixture_problems()
+        if problem := self.mixture_problem(self.mixture, self.temperature):
+            yield "mixture", problem
         fields, sources = len(self._fields()), len(self.sources)
         if fields not in (1, sources):
             why = f"{fields} fields for {sources} corpus.sources; give one for all, or one each"
@@ -158,16 +171,29 @@ class Corpus(Section, role="identity", label="corpus"):
         """Returns one corpus for each source, with its text field."""
         fields = itertools.cycle(self._fields())
         return tuple(
-            replace(self, sources=(source,), text_field=field, mixture=())
+            replace(self, sources=(source,), text_field=field, mixture=(), temperature=0.0)
             for source, field in zip(self.sources, fields, strict=False)
         )
 
-    def _mixture_problems(self) -> Iterator[Problem]:
-        if len(self.mixture) not in (0, len(self.sources)):
-            yield "mixture", f"give {len(self.sources)} weights, one for each source"
-        largest = max(self.mixture, default=0)  # divided out, since sums may overflow
-        total = sum(weight / largest for weight in self.mixture if largest)
-        for weight, source in zip(self.mixture, self.sources, strict=False):
-            if weight <= 0.0 or weight / largest * MIXED_ROWS < total:
-                why = f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight"
-                yield "mixture", f"{why}, or remove it from corpus.sources"
+    @property
+    def is_mixed(self) -> bool:
+        """Returns whether sources have shares of the rows, and the text is divided by source."""
+        return bool(self.mixture) or self.temperature > 0
+
+    def mixture_problem(self, weights: tuple[float, ...], temperature: float) -> str:
+        """Returns what is wrong with the weights of `mixture`; "" if nothing is.
+
+        With a temperature, shares depend on the text: `data.mixture` checks them.
+        """
+        if len(weights) not in (0, len(self.sources)):
+            names = ", ".join(map(source_name, self.sources))
+            return f"give {len(self.sources)} weights, one for each source: {names}"
+        largest = max(weights, default=1.0)  # divided out, since sums may overflow
+        if largest == 0:
+            return "all weights are 0; give a source that is to be used a positive weight"
+        total = sum(weight / largest for weight in weights)
+        for weight, source in zip(weights, self.sources, strict=False):
+            too_small = weight and not temperature and weight / largest * MIXED_ROWS < total
+            if weight < 0 or too_small:
+                return f"{source} has {LEAST_SHARE}; give it a larger weight, or 0"
+        return ""

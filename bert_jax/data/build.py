@@ -3,7 +3,7 @@
 Each stage is a list of work items (defined in data.parts), which run in this process, in worker
 processes or in Beam. Their results are merged in the order of the text, so the output has the same
 bytes wherever they ran. Memory does not depend on the size of the corpus, except for 12 bytes per
-document.
+document, and 50 more if near duplicates are dropped.
 
 WordPiece splits text into words before it looks at a vocabulary. So the text is read once, as
 indices of words, which become token ids when the vocabulary is known. For other tokenizers the text
@@ -25,7 +25,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import Corpus, source_name
-from bert_jax.data import beam, dataset, parts, stream, work_items
+from bert_jax.data import beam, dataset, near_duplicates, parts, stream, work_items
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.work_items import StageProgress, WorkItem, local_file
 from bert_jax.errors import InputError, pluralize, printable
@@ -53,6 +53,9 @@ DOCUMENT_ADVICE = (
 
 # Languages in which sentencex finds no sentence ends: Thai, Lao, Khmer, Tibetan, Dzongkha.
 _NO_SENTENCE_ENDS = ("th", "lo", "km", "bo", "dz")
+
+# The number of a document's split that is in none; see `parts.WriteShards`.
+DROPPED = len(SPLITS)
 
 # The folder in a corpus folder that holds the results of parts until the corpus is complete.
 PARTS = "parts"
@@ -85,7 +88,7 @@ def assign_splits(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
         )
     splits = (hashes <= unique[held_out - 1]).astype(np.uint8)
     if corpus.repeated_documents == "drop":
-        splits[np.delete(np.arange(len(hashes)), first)] = 2
+        splits[np.delete(np.arange(len(hashes)), first)] = DROPPED
     return len(hashes) - len(unique), splits
 
 
@@ -129,10 +132,11 @@ class CorpusBuilder:
         corpus = self._corpus
         tok = None if corpus.tokenizer == "train" else _load_tokenizer(corpus, self._vocab_size)
         sources = text_sources.fingerprint(corpus)
+        evaluation = near_duplicates.fingerprint_evaluation(corpus)
         self._check_sources()
         # In a mixture no part holds text of two sources.
         planned = [
-            parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else (corpus,))
+            parts.plan(c) for c in (corpus.split_by_source() if corpus.is_mixed else (corpus,))
         ]
         all_parts = [*itertools.chain.from_iterable(planned)]
         files, count = pluralize(len(sources), "file"), pluralize(len(all_parts), "part")
@@ -142,7 +146,10 @@ class CorpusBuilder:
             tok = tok or self._train(self._count_words(all_parts))
             shared = self._share(tok)
         read = self._read_parts(all_parts, shared)
-        repeated, splits = self._assign_splits(read)
+        repeated, all_splits = self._assign_splits(read)
+        dropped = self._drop_similar(read, all_splits, shared, evaluation)
+        counts = [len(self._open_part(item, "documents.bin", parts.DOCUMENT)) for item, _ in read]
+        splits = np.split(all_splits, np.cumsum(counts)[:-1])
         layouts = collections.Counter[str]()
         for _, record in read:
             layouts.update(record["layouts"])
@@ -173,6 +180,7 @@ class CorpusBuilder:
             "tokenizer": {"kind": tok.kind, "case": tok.case, "sha256": tok.sha256},
             "documents_repeated": repeated,
             "documents_empty": sum(record["empty"] for record in records),
+            **dropped,
             "layouts": dict(layouts),
             "splits": counts,
             **mixture,
@@ -280,22 +288,58 @@ class CorpusBuilder:
     def _remove_other_parts(self, names: set[str]) -> None:
         """Removes the parts that an earlier `prepare` with other text or settings left."""
         for path in self._scratch.iterdir():
-            if path.name in names or path.name.startswith("shards-"):
+            if path.name in names or path.name.startswith(("shards-", "compared-")):
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
             else:  # Beam's record of an error
                 path.unlink()
 
-    def _assign_splits(self, read: Sequence[Result]) -> tuple[int, list[np.ndarray]]:
-        """Returns the number of repeated documents, and the splits of each part's documents."""
-        tables = [
-            np.fromfile(local_file(item, "documents.bin", self._scratch), parts.DOCUMENT)
-            for item, _ in read
+    def _assign_splits(self, read: Sequence[Result]) -> tuple[int, np.ndarray]:
+        """Returns the number of repeated documents, and the splits of all documents."""
+        tables = [self._open_part(item, "documents.bin", parts.DOCUMENT) for item, _ in read]
+        return assign_splits(np.concatenate([table["hash"] for table in tables]), self._corpus)
+
+    def _drop_similar(
+        self,
+        read: Sequence[Result],
+        splits: np.ndarray,
+        shared: parts.SharedTokenizer | None,
+        evaluation: tuple[tuple[str, str], ...],
+    ) -> Record:
+        """Drops near duplicates and text of evaluation sets; returns counts for the manifest.
+
+        The first of several near duplicates stays, where held-out documents come before others.
+        """
+        if not near_duplicates.is_used(self._corpus):
+            return {}
+        settings = self._corpus.case, shared, evaluation
+        items = [
+            near_duplicates.CompareDocuments(self._location, item, *settings) for item, _ in read
         ]
-        hashes = np.concatenate([table["hash"] for table in tables])
-        repeated, splits = assign_splits(hashes, self._corpus)
-        return repeated, np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
+        compared = self._run("comparing documents", items, self._report)
+        counts: Record = {}
+        if evaluation:
+            flags = [self._open_part(item, "contaminated.bin", np.bool_) for item, _ in compared]
+            counts["documents_contaminated"] = _drop(splits, np.concatenate(flags))
+            counts["evaluation_files"] = [
+                {"file": source_name(path), "sha256": sha256} for path, sha256 in evaluation
+            ]
+        if self._corpus.near_duplicates == "drop":
+            files = [self._open_part(item, "bands.bin", np.uint64) for item, _ in compared]
+            bands = [file.reshape(near_duplicates.BANDS, -1) for file in files]
+            order = np.argsort(splits != SPLITS.index("validation"), kind="stable")
+            is_later = near_duplicates.find_later_duplicates(bands, order)
+            counts["documents_near_duplicate"] = _drop(splits, is_later)
+        for name, count in counts.items():
+            if name.startswith("documents_"):
+                kind = name.removeprefix("documents_").replace("_", "-")
+                self._report(f"prepare: dropped {pluralize(count, f'{kind} document')}")
+        return counts
+
+    def _open_part(self, item: WorkItem, file: str, dtype: Any) -> np.ndarray:
+        """Maps a file of a work item's folder."""
+        return parts.map_file(local_file(item, file, self._scratch), dtype)
 
     def _assemble_dataset(
         self, written: Sequence[Result], vocab_size: int
@@ -321,7 +365,7 @@ class CorpusBuilder:
 
     def _count_documents(self, written: Sequence[Result], part_counts: list[int]) -> Record:
         """Returns how many training documents each source of a mixture has, for the manifest."""
-        if not self._corpus.mixture:
+        if not self._corpus.is_mixed:
             return {}
         counts = (record.get("train", {"documents": 0})["documents"] for _, record in written)
         # Each sum takes the next parts of the iterator.
@@ -333,6 +377,13 @@ class CorpusBuilder:
                     f"{_LEAST_DOCUMENTS_PER_SOURCE} are needed; give it more text, or remove it"
                 )
         return {"documents_of_sources": document_counts}
+
+
+def _drop(splits: np.ndarray, are_unwanted: np.ndarray) -> int:
+    """Drops documents from their splits; returns how many were not dropped before."""
+    count = int((are_unwanted & (splits != DROPPED)).sum())
+    splits[are_unwanted] = DROPPED
+    return count
 
 
 def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:

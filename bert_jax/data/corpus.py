@@ -14,7 +14,6 @@ that reads it keeps a copy (see storage.copies).
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -228,14 +227,16 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     else:
         sentences.plan(validation, length, key, most_rows=1)
     train, manifest = open_stream(folder, "train"), open_manifest(folder)
-    source_streams = mixture.split_sources(manifest, train) if experiment.corpus.mixture else []
+    sources = mixture.split_sources(manifest, train) if experiment.corpus.is_mixed else []
     for number, phase in enumerate(experiment.phases):
         units, length = experiment.data_of(number).units, phase.sequence_length
-        for name, source_stream in zip(experiment.corpus.sources, source_streams, strict=False):
-            mixture.require_row(name, source_stream, length, units)
-        if units == "sentences" and not source_streams:
+        weights = mixture.phase_weights(experiment, number, sources) if sources else ()
+        for name, part, weight in zip(experiment.corpus.sources, sources, weights, strict=False):
+            if weight:
+                mixture.require_row(name, part, length, units)
+        if units == "sentences" and not sources:
             sentences.plan(train, length, key, most_rows=1)
-        elif not source_streams:  # length 0: a pair need not fill its row
+        elif not sources:  # length 0: a pair need not fill its row
             mixture.require_row("the text", train, 0, units)
 
 
@@ -284,12 +285,13 @@ def _require_same(
     remedy = f"choose another {_FOLDER_FIELD}, or remove {folder} to prepare it again"
     settings = build.settings_of(corpus)
     # Settings that are missing in the manifest have their default.
-    earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
+    earlier = build.settings_of(Corpus(sources=corpus.sources)) | manifest["settings"]
+    is_divided = "documents_of_sources" in manifest
     has_moved_text = earlier["sources"] != settings["sources"] and _has_same_text(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():
         old = earlier.get(name)
-        if name == "mixture" and (old or not value):
-            continue  # weights may change: a corpus made with any has documents_of_sources
+        if name in ("mixture", "temperature") and (is_divided or not value):
+            continue  # shares may change: a corpus made with any has documents_of_sources
         if old != value and not (name == "sources" and has_moved_text):
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {remedy}")
     # A corpus may be used on a machine that has neither its text nor its vocabulary file.

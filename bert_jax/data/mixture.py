@@ -1,4 +1,4 @@
-"""Batches of several sources, mixed by weight.
+"""Batches of several sources, mixed by weight and size, in each phase by its own shares.
 
 In every block of 4,096 rows each source has its share, in a random order keyed by (seed, split,
 phase, block). So the number of a row among the rows of its source can be computed from its block
@@ -13,21 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from bert_jax.config import Experiment, source_name
+from bert_jax.config.text_corpus import LEAST_SHARE
 from bert_jax.config.text_corpus import MIXED_ROWS as BLOCK_ROWS
 from bert_jax.data import draws
 from bert_jax.data.batches import Batch, TrainBatches
 from bert_jax.data.plans import Units
 from bert_jax.data.stream import Stream
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, printable
 
 
 class SourceOrder:
     """The sources of a phase's rows. May be pickled.
 
-    Each weight must give a row in every block, as `Corpus` checks; `names` is (seed, split, phase).
+    Each weight is 0 or gives a row in every block; `names` is (seed, split, phase).
     """
 
-    def __init__(self, weights: Sequence[float], names: tuple[object, ...]):
+    def __init__(self, weights: Sequence[float] | np.ndarray, names: tuple[object, ...]):
         self._key = draws.key_of(*names, "mixture")
         relative = np.array(weights) / max(weights)  # the sum of large weights may overflow
         exact = relative / relative.sum() * BLOCK_ROWS
@@ -113,6 +115,35 @@ def split_sources(manifest: dict[str, Any], train: Stream) -> list[Stream]:
     """Splits the training split of a mixture into the parts of its sources."""
     ends = np.cumsum([0, *manifest["documents_of_sources"]]).tolist()
     return [train.part(*bounds) for bounds in itertools.pairwise(ends)]
+
+
+def phase_weights(experiment: Experiment, phase: int, parts: Sequence[Stream]) -> np.ndarray:
+    """Returns a weight for each source of a mixture in a phase, float64; their sum is arbitrary.
+
+    A source with tokens of share s among the largest source's has its weight times s^temperature
+    (Conneau et al. 2020, section 3.1). `parts` are those of `split_sources`.
+    """
+    corpus, sizes = experiment.corpus_of(phase), np.array([part.tokens for part in parts], float)
+    weights = np.array(corpus.mixture or (1.0,) * len(parts))
+    weights = weights / weights.max() * (sizes / sizes.max()) ** corpus.temperature
+    too_small = (weights > 0) & (weights * BLOCK_ROWS < weights.sum())
+    if corpus.temperature and too_small.any():  # without one, `Corpus` checks the weights
+        name = corpus.sources[int(too_small.argmax())]
+        raise InputError(
+            f"phases.{phase}: with temperature {corpus.temperature:g}, {name} has {LEAST_SHARE}; "
+            f"lower the temperature, or set its weight in phases.{phase}.mixture higher or to 0"
+        )
+    return weights
+
+
+def describe_shares(experiment: Experiment, parts: Sequence[Stream]) -> list[str]:
+    """Returns a line for each source: its share of the rows of each phase."""
+    weights = [phase_weights(experiment, n, parts) for n in range(len(experiment.phases))]
+    lines = []
+    for source, name in enumerate(experiment.corpus.sources):
+        shares = ", then ".join(f"{w[source] / w.sum():.2%}" for w in weights)
+        lines.append(f"mixture: {printable(source_name(name))}: {shares} of rows")
+    return lines
 
 
 def require_row(name: str, part: Stream, sequence_length: int, units: Units) -> None:

@@ -131,7 +131,7 @@ class SharedTokenizer:
 
 
 @functools.lru_cache(maxsize=1)
-def _load_tokenizer(shared: SharedTokenizer) -> tokenizer.Tokenizer:
+def load_tokenizer(shared: SharedTokenizer) -> tokenizer.Tokenizer:
     """Loads a tokenizer, once in a process."""
     names = sorted(storage_of(shared.folder).names(shared.folder))
     with copies.local_copy(*(epath.Path(shared.folder) / name for name in names)) as paths:
@@ -153,7 +153,7 @@ class CountWords(_PartItem):
 
     @property
     def name(self) -> str:
-        return "counts-" + _hash(_read_settings(self.corpus), self.corpus.case, self.part)
+        return "counts-" + hash_inputs(_read_settings(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         count, unknown = 0, self.corpus.unknown_word
@@ -181,7 +181,7 @@ class Read(_PartItem):
         splitter = importlib.metadata.version("sentencex")
         settings = [_read_settings(self.corpus), self.corpus.language, splitter]
         words_or_ids = self.tokenizer.sha256 if self.tokenizer else self.corpus.case
-        return "read-" + _hash(settings, words_or_ids, self.part)
+        return "read-" + hash_inputs(settings, words_or_ids, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         with self.part.local_objects():
@@ -195,7 +195,7 @@ class Read(_PartItem):
         # The part that holds a file's first byte hashes the file.
         hashes = {e.path: text_sources.sha256(e.path) for e in first_bytes if e.kind != "tfds"}
         if self.tokenizer:
-            writer = _IdWriter(folder, self, _load_tokenizer(self.tokenizer))
+            writer = _IdWriter(folder, self, load_tokenizer(self.tokenizer))
         else:
             writer = words.NumberWriter(folder, corpus.case, corpus.unknown_word)
         output, layouts = _DocumentWriter(folder, writer, corpus), collections.Counter[str]()
@@ -341,10 +341,10 @@ class WriteShards(WorkItem):
     @property
     def name(self) -> str:
         splits = hashlib.sha256(self.splits.tobytes()).hexdigest()
-        return "shards-" + _hash(self.read.name, self.tokenizer.sha256, splits)
+        return "shards-" + hash_inputs(self.read.name, self.tokenizer.sha256, splits)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        tok = _load_tokenizer(self.tokenizer)
+        tok = load_tokenizer(self.tokenizer)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:
             encoded = self._read_documents(tok, pathlib.Path(scratch))
@@ -367,7 +367,7 @@ class WriteShards(WorkItem):
         """Yields the ids and the sentence lengths of each document."""
         dtypes = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
         files = (local_file(self.read, name, scratch) for name in dtypes)
-        tokens, lengths, documents_ = map(_map_file, files, dtypes.values())
+        tokens, lengths, documents_ = map(map_file, files, dtypes.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
             path = local_file(self.read, "words.txt", scratch)
@@ -398,7 +398,7 @@ class WriteShards(WorkItem):
             first = last
 
 
-def _map_file(path: pathlib.Path, dtype: Any) -> np.ndarray:
+def map_file(path: pathlib.Path, dtype: Any) -> np.ndarray:
     """Maps a file as an array without reading it; an empty file cannot be mapped."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
@@ -441,6 +441,7 @@ def _truncate_digest(digest: Any) -> int:
     return int.from_bytes(digest.digest()[:8], "big")
 
 
-def _hash(*inputs: Any) -> str:
+def hash_inputs(*inputs: Any) -> str:
+    """Returns a hash of everything that determines the folder of a work item."""
     values = [_VERSION, *(dataclasses.asdict(i) if isinstance(i, Part) else i for i in inputs)]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]

@@ -71,6 +71,13 @@ class PreparedCorpus:
                 stamps[path.name] = stat.st_size, stat.st_mtime_ns
         return stamps
 
+    def describe_shares(self, experiment: Experiment) -> list[str]:
+        """Returns a line for each source of a mixture, with its shares; [] without a mixture."""
+        if not experiment.corpus.is_mixed:
+            return []
+        train = corpus.open_stream(self.folder, "train")
+        return mixture.describe_shares(experiment, mixture.split_sources(self.manifest, train))
+
     def train_batches(
         self, experiment: Experiment, number: int, sends_counts: bool = False
     ) -> batches.TrainBatches | mixture.MixedBatches:
@@ -99,9 +106,9 @@ class PreparedCorpus:
                 plans, self.ids, data, shape, first_step, experiment.total_steps
             )
 
-        weights = experiment.corpus.mixture
-        if not weights:
+        if not experiment.corpus.is_mixed:
             return plan_batches(stream)
         parts = mixture.split_sources(self.manifest, stream)
+        weights = mixture.phase_weights(experiment, number, parts)
         by_source = [plan_batches(part, "source", i) for i, part in enumerate(parts)]
         return mixture.MixedBatches(by_source, mixture.SourceOrder(weights, names))

@@ -136,6 +136,8 @@ class PretrainingJob(Job):
             data_sha256=self._corpus.sha256,
             require_data_unchanged=self._corpus.require_unchanged,
         )
+        for line in self._corpus.describe_shares(experiment):
+            self.report(line)
         self.report(_summary(experiment, objective, mesh))
 
     def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:

@@ -205,9 +205,18 @@ def documents_of(part):
 
 def test_weights_may_change_without_preparing_again(mixed):
     settings, folder, manifest = mixed
-    for weights in ((1.0, 1.0), ()):
-        changed = dataclasses.replace(settings, mixture=weights)
+    for weights, temperature in (((1.0, 1.0), 0.0), ((), 0.0), ((), 0.5)):
+        changed = dataclasses.replace(settings, mixture=weights, temperature=temperature)
         assert corpus.prepare(changed, SIZE, folder, quiet) == manifest
+
+
+def test_a_corpus_that_is_not_divided_by_source_is_refused(mixed, tmp_path):
+    settings, _, _ = mixed
+    folder = epath.Path(tmp_path / "corpus")
+    corpus.prepare(dataclasses.replace(settings, mixture=()), SIZE, folder, quiet)
+    with pytest.raises(InputError, match=r"prepared with temperature=0\.0, now 0\.5"):
+        changed = dataclasses.replace(settings, mixture=(), temperature=0.5)
+        corpus.prepare(changed, SIZE, folder, quiet)
 
 
 def experiment_of(settings, **phase):
@@ -254,7 +263,7 @@ def test_the_report_has_each_source_with_its_share(mixed):
     assert (one.name, other.name) == settings.sources
     assert [one.documents, other.documents] == manifest["documents_of_sources"]
     assert one.tokens + other.tokens == manifest["splits"]["train"]["tokens"]
-    assert (one.share_of_rows, other.share_of_rows) == (0.75, 0.25)
+    assert (one.share_of_rows, other.share_of_rows) == pytest.approx((0.75, 0.25), rel=1e-12)
     # Positions that one source fills, whichever way they are reckoned.
     assert one.epochs * one.tokens == pytest.approx(3 * other.epochs * other.tokens)
     phase = experiment.phases[0]
@@ -299,3 +308,71 @@ def test_rows_left_over_go_to_the_largest_remainders():
         counts[source] += 1
     assert 0 < mixture.BLOCK_ROWS - sum(map(int, exact)) < len(weights)
     assert list(mixture.SourceOrder(weights, NAMES).counts) == counts
+
+
+# By phase: its settings, and the exponent and weights that they mean.
+PHASES = (
+    ({}, 0.7, (3.0, 1.0)),
+    ({"mixture": (1.0, 0.0)}, 0.7, (1.0, 0.0)),
+    ({"temperature": 0.3}, 0.3, (3.0, 1.0)),
+    ({"mixture": (2.0, 2.0), "temperature": 1.0}, 1.0, (1.0, 1.0)),
+)
+
+
+def phased(settings, phases=PHASES, **corpus_settings):
+    experiment = experiment_of(dataclasses.replace(settings, temperature=0.7, **corpus_settings))
+    phase = experiment.phases[0]
+    own = tuple(dataclasses.replace(phase, **given) for given, *_ in phases)
+    return dataclasses.replace(experiment, phases=own)
+
+
+def test_each_phase_draws_by_its_own_weights_and_temperature(mixed):
+    """Shares by NumPy: weight times tokens to the power of the temperature."""
+    settings, folder, manifest = mixed
+    prepared, experiment = PreparedCorpus.open(folder), phased(settings)
+    tokens, start = [], 0
+    for count in manifest["documents_of_sources"]:
+        part = corpus.open_stream(folder, "train").part(start, start + count)
+        tokens.append(sum(len(document.ids) for document in documents_of(part)))
+        start += count
+    lines = prepared.describe_shares(experiment)
+    for number, (_, temperature, weights) in enumerate(PHASES):
+        expected = np.array(weights) * np.array(tokens, np.float64) ** temperature
+        expected /= expected.sum()
+        train = prepared.train_batches(experiment, number)
+        sources, _ = train.order.locate(np.arange(2 * mixture.BLOCK_ROWS))
+        drawn = np.bincount(sources, minlength=2) / len(sources)
+        np.testing.assert_allclose(drawn, expected, rtol=0, atol=1 / mixture.BLOCK_ROWS)
+        train.batch(0, np.arange(8))
+        train.close()
+        shown = [line.removesuffix(" of rows").split(": ")[-1].split(", then ") for line in lines]
+        assert [each[number] for each in shown] == [f"{share:.2%}" for share in expected]
+
+
+def test_a_phase_with_the_weights_of_the_corpus_has_the_same_batches(mixed):
+    settings, folder, _ = mixed
+    prepared, plain = PreparedCorpus.open(folder), experiment_of(settings)
+    own = experiment_of(dataclasses.replace(settings, mixture=(1.0, 1.0)), mixture=(6.0, 2.0))
+    one, other = (prepared.train_batches(e, 0) for e in (plain, own))
+    for step in (0, 5):
+        assert_identical(one.batch(step, np.arange(8)), other.batch(step, np.arange(8)))
+    for train in (one, other):
+        train.close()
+
+
+def test_a_source_is_examined_only_for_phases_that_use_it(mixed):
+    """And a share that is too small for a block of rows is named, with its phase."""
+    settings, folder, manifest = mixed
+    train = corpus.open_stream(folder, "train")
+    sizes = [part.tokens for part in mixture.split_sources(manifest, train)]
+    unused = [0.0 if size == min(sizes) else 1.0 for size in sizes]
+    longest = min(sizes) + 1
+    long = {"sequence_length": longest, "max_predictions_per_seq": round(0.3 * longest)}
+    both = phased(settings, (({}, 0, 0), (long, 0, 0)))
+    with pytest.raises(InputError, match=f"has {min(sizes)} tokens"):
+        corpus.require_rows(folder, both)
+    long["mixture"] = tuple(unused)
+    corpus.require_rows(folder, phased(settings, (({}, 0, 0), (long, 0, 0))))
+    rare = phased(settings, (({}, 0, 0), ({"mixture": (1.0, 1e-9)}, 0, 0)))
+    with pytest.raises(InputError, match=r"phases\.1: with temperature 0\.7, text:.*/b has less"):
+        corpus.require_rows(folder, rare)

@@ -13,7 +13,14 @@ import sys
 import fake_gcs
 import numpy as np
 import pytest
-from small_run import EXPERIMENT, OBJECTIVES, settings, write_text
+from small_run import (
+    EXPERIMENT,
+    OBJECTIVES,
+    assert_same_run,
+    settings,
+    write_second_source,
+    write_text,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
@@ -116,6 +123,23 @@ def test_processes_train_as_one(text):
     assert (workdir / "checkpoints" / "22").is_dir()
     shown = [line for line in lines if "step" in line and "Gloo" not in line]
     assert shown and all(line.startswith("[0] ") for line in shown), "one speaks for all"
+
+
+@pytest.mark.long
+def test_two_processes_resume_through_a_change_of_mixture_bit_exact(tmp_path):
+    """Stopped before the change and killed after it; the rows are those of one process."""
+    file = write_text(tmp_path)
+    mixed = (word for setting in write_second_source(tmp_path) for word in ("--set", setting))
+    run = ("pretrain", file, *mixed, "--workdir")
+    assert start(tmp_path, "one", "none", *run, tmp_path / "one").wait() == 0
+    assert pod(tmp_path, "whole", 2, "none", *run, tmp_path / "whole")[0] == 0
+    found = {}
+    for deed, expected in (("1 12 SIGTERM", 75), ("1 17 SIGKILL", 137), ("none", 0)):
+        code, _ = pod(tmp_path, deed, 2, deed, *run, tmp_path / "resumed")
+        assert code == expected
+        found |= rows(tmp_path, deed)
+    assert found == rows(tmp_path, "one")
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
 @pytest.mark.long

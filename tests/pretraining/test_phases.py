@@ -1,11 +1,21 @@
-"""Phases with an objective of their own, or a base of rotary positions as ModernBERT has one."""
+"""Phases with an objective, a mixture or a base of rotary positions of their own."""
 
 import json
+import re
 
 import pytest
 from broken import call, fails, said
 from compare import assert_identical
-from small_run import OBJECTIVES, bert_jax, final_state, pretrain, write_text
+from small_run import (
+    OBJECTIVES,
+    assert_same_run,
+    bert_jax,
+    final_state,
+    hooked,
+    pretrain,
+    write_second_source,
+    write_text,
+)
 
 MODERN = (
     *("model.kind=modern", "model.global_every=1", "run.keep_checkpoints=9"),
@@ -132,3 +142,26 @@ def test_phases_are_the_same_on_any_devices(learned, devices, state):
             # A guess that two labels share falls to either by rounding.
             if name.endswith("_loss") or name == "gradient_norm":
                 assert ours[name] == pytest.approx(value, rel=2e-5), (ours["step"], name)
+
+
+def test_a_run_that_breaks_off_about_a_change_of_mixture_goes_on_bit_exact(tmp_path):
+    """Before the change, after it before a save, and in the second phase; shares are printed."""
+    file, breaks = write_text(tmp_path), {13, 15, 18}
+    settings = write_second_source(tmp_path)
+
+    def break_off(done, batch):
+        if done in breaks:
+            breaks.remove(done)
+            raise RuntimeError("broken off")
+        return batch
+
+    _, shown = pretrain(file, tmp_path / "whole", *settings)
+    shares = re.findall(r"^mixture: .*/(\w+): ([\d.]+)%, then ([\d.]+)% of rows$", shown, re.M)
+    assert [share[:2] for share in shares] == [("text", "100.00"), ("more", "0.00")]
+    assert float(shares[1][2]) == pytest.approx(75, abs=5)
+    with hooked(change_batch=break_off):
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="broken off"):
+                pretrain(file, tmp_path / "broken", *settings)
+        assert pretrain(file, tmp_path / "broken", *settings)[0] == "finished"
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")

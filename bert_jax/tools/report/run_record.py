@@ -201,23 +201,27 @@ def _mixture(
 ) -> list[dict[str, Any]]:
     """Returns statistics of each source of a mixture; [] without a mixture.
 
-    `epochs` estimates the passes of all phases over a source: filled positions per token of it.
+    `share_of_rows` is that of all phases together; `epochs` estimates their passes over a source:
+    filled positions per token of it.
     """
-    weights = experiment.corpus.mixture
-    filled = sum(
-        phase.steps * phase.batch_size * phase.sequence_length * plan["filled"]
-        for phase, plan in zip(experiment.phases, planned, strict=True)
-    )
-    parts = mixture.split_sources(prepared.manifest, stream) if weights else []
+    if not experiment.corpus.is_mixed:
+        return []
+    parts = mixture.split_sources(prepared.manifest, stream)
+    rows = filled = np.zeros(len(parts))
+    for number, phase in enumerate(experiment.phases):
+        weights = mixture.phase_weights(experiment, number, parts)
+        phase_rows = phase.steps * phase.batch_size * weights / weights.sum()
+        rows = rows + phase_rows
+        filled = filled + phase_rows * phase.sequence_length * planned[number]["filled"]
     return [
         {
             "name": printable(name),
             "documents": len(part.document_offsets) - 1,
             "tokens": part.tokens,
-            "share_of_rows": weight / sum(weights),
-            "epochs": filled * weight / sum(weights) / part.tokens,
+            "share_of_rows": float(rows[number] / rows.sum()),
+            "epochs": float(filled[number] / part.tokens),
         }
-        for name, part, weight in zip(experiment.corpus.sources, parts, weights, strict=False)
+        for number, (name, part) in enumerate(zip(experiment.corpus.sources, parts, strict=True))
     ]
 
 
