@@ -119,7 +119,7 @@ class Index:
         form, width = self._embedder.form, self._embedder.width
         record, folder = form.record(width), self._folder
         records = np.empty(0, record)  # of sparse vectors without weights
-        if (folder / "vectors").stat().length:
+        if os.path.getsize(folder / "vectors"):
             records = np.memmap(folder / "vectors", record.base, "r").reshape(-1, *record.shape)
         ends = np.arange(1, len(records) + 1)
         if self._is_ragged:
