@@ -136,9 +136,9 @@ KINDS = {
         reads_lists=True,
         **_PAIR,
     ),
-    "sparse": KindSpec("sparse:Sparse", settings=(*_PROMPTS, "sparse"), **_RETRIEVER),
+    "sparse": KindSpec("retrievers.sparse:Sparse", settings=(*_PROMPTS, "sparse"), **_RETRIEVER),
     "multi_vector": KindSpec(
-        "multi_vector:MultiVector", settings=(*_PROMPTS, "multi_vector"), **_RETRIEVER
+        "retrievers.multi_vector:MultiVector", settings=(*_PROMPTS, "multi_vector"), **_RETRIEVER
     ),
 }
 

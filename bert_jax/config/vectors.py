@@ -85,9 +85,9 @@ class SparseVectors(Section, role="identity", label="sparse"):
     loss: RetrieverLoss = "contrastive"
     # For contrastive and kl_divergence: temperature, the divisor of scores.
     temperature: Annotated[Positive, _SCALED] = 1.0
-    # Weights of the penalties on the vectors of queries and of texts. Larger ones give vectors with
-    # fewer tokens.
+    # Weight of the penalty on the vectors of queries. A larger one gives vectors with fewer tokens.
     query_penalty: Annotated[float, minimum(0)] = 5e-5
+    # Weight of the penalty on the vectors of texts.
     document_penalty: Annotated[float, minimum(0)] = 3e-5
     # Share of all steps in which these weights rise from 0, with the square of the steps.
     penalty_warmup: Share = 1 / 3

@@ -23,6 +23,7 @@ from bert_jax import system
 from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.embeddings import embedding_program, packing, vector_files
+from bert_jax.embeddings.embedding_program import Features
 from bert_jax.embeddings.forms import FORMS, TokenSelection, TokenVectors
 from bert_jax.embeddings.quantized import (
     SAMPLE,
@@ -48,24 +49,6 @@ _CPU_TOKENS, _OTHER_TOKENS, _MAX_TOKENS = 512, 16_384, 2**20
 _SECONDS_BETWEEN_LINES = 30.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Features:
-    """The hidden states that become vectors, and how they are pooled."""
-
-    # `mean`: of all tokens including [CLS] and [SEP], as sentence-transformers pools; `cls`: the
-    # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each
-    # token, without [CLS] and [SEP]; None: as the run or base has it, else `mean`.
-    pooling: Literal["mean", "cls", "last", "tokens"] | None = None
-    # 0 is the embeddings, 1 the first layer; negative numbers count from the last layer, -1.
-    layers: tuple[int, ...] = (-1,)
-    # Concatenates the vectors of several layers, or averages them.
-    combine: Literal["concat", "mean"] = "concat"
-    # Whether vectors are scaled to length 1; None: as the run or base has it.
-    normalize: bool | None = None
-    # Keeps only the first numbers of a vector, before scaling (Kusupati et al. 2022); 0: all.
-    dimensions: int = 0
-
-
 # A text with its location for error messages before it.
 Line = tuple[str, str]
 
@@ -74,7 +57,7 @@ Line = tuple[str, str]
 class Embedded:
     """The vectors of consecutive texts."""
 
-    # Of the form `Embedder.form`; dense ones are float32 [texts, W], with pooling `tokens`
+    # They have the form `Embedder.form`; dense ones are float32 [texts, W], with pooling `tokens`
     # [tokens, W], text after text.
     vectors: Any
     pieces: list[list[str]] | None  # the tokens of each text, if each has a vector; else None
@@ -224,7 +207,7 @@ class Embedder:
             return list(map(self._selection.fit_query, ids))
         return ids
 
-    def _chosen_tokens(self, ids: np.ndarray, role: Role) -> np.ndarray:
+    def _select_tokens(self, ids: np.ndarray, role: Role) -> np.ndarray:
         """Returns the indices of the tokens of a text that have a vector."""
         if self.form_name == "multi_vector":
             return np.flatnonzero(self._selection.has_vector(ids, role == "query"))
@@ -236,7 +219,7 @@ class Embedder:
         cut = [ids if len(ids) <= limit else np.append(ids[: limit - 1], ids[-1:]) for ids in texts]
         rows, chosen = np.ones(len(cut), np.int64), list[np.ndarray]()  # vectors of each text
         if self.features.pooling == "tokens":
-            chosen = [self._chosen_tokens(ids, role) for ids in cut]
+            chosen = [self._select_tokens(ids, role) for ids in cut]
             rows = np.array([len(tokens) for tokens in chosen])
         part = np.cumsum(rows) * self.width * 4 // _BYTES
         for start, end in _ranges(part):

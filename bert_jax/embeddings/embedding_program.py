@@ -3,8 +3,9 @@
 Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,23 @@ from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.training import mesh as mesh_lib
 
-if TYPE_CHECKING:
-    from bert_jax.embeddings.embed import Features
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Features:
+    """The hidden states that become vectors, and how they are pooled."""
+
+    # `mean`: of all tokens including [CLS] and [SEP], as sentence-transformers pools; `cls`: the
+    # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each
+    # token, without [CLS] and [SEP]; None: as the run or base has it, else `mean`.
+    pooling: Literal["mean", "cls", "last", "tokens"] | None = None
+    # 0 is the embeddings, 1 the first layer; negative numbers count from the last layer, -1.
+    layers: tuple[int, ...] = (-1,)
+    # Concatenates the vectors of several layers, or averages them.
+    combine: Literal["concat", "mean"] = "concat"
+    # Whether vectors are scaled to length 1; None: as the run or base has it.
+    normalize: bool | None = None
+    # Keeps only the first numbers of a vector, before scaling (Kusupati et al. 2022); 0: all.
+    dimensions: int = 0
 
 
 def truncate_layers(depth: int, params: heads.Params) -> heads.Params:
@@ -31,7 +47,7 @@ def truncate_layers(depth: int, params: heads.Params) -> heads.Params:
 def build(
     model: Model,
     depth: int,
-    features: "Features",
+    features: Features,
     layers: tuple[int, ...],
     form: str,
     mesh: jax.sharding.Mesh,

@@ -83,11 +83,11 @@ class VectorForm(Protocol):
     def record(self, width: int) -> np.dtype:
         """Returns the type of a record; `width` is W or V."""
 
-    def to_records(self, vectors: Any) -> tuple[np.ndarray, np.ndarray]:
+    def split_records(self, vectors: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the records of vectors, and the number of records of each, int64 [texts]."""
 
-    def from_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> Any:
-        """Returns the vectors of records, the inverse of `to_records`."""
+    def join_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> Any:
+        """Returns the vectors of records, the inverse of `split_records`."""
 
     def stack(self, texts: Sequence[Any]) -> Any:
         """Returns the vectors of texts that are given one by one."""
@@ -105,10 +105,10 @@ class _Dense:
     def record(self, width: int) -> np.dtype:
         return np.dtype((np.float32, (width,)))
 
-    def to_records(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def split_records(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return vectors, np.ones(len(vectors), np.int64)
 
-    def from_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    def join_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
         return records
 
     def stack(self, texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -127,12 +127,12 @@ class _Sparse:
     def record(self, width: int) -> np.dtype:
         return np.dtype([("token", np.uint32), ("weight", np.float32)])
 
-    def to_records(self, vectors: sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
+    def split_records(self, vectors: sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
         records = np.empty(vectors.nnz, self.record(0))
         records["token"], records["weight"] = vectors.indices, vectors.data
         return records, np.diff(vectors.indptr).astype(np.int64)
 
-    def from_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> sparse.csr_array:
+    def join_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> sparse.csr_array:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         content = records["weight"], records["token"].astype(np.int64), offsets
         return sparse.csr_array(content, shape=(len(counts), width))
@@ -154,10 +154,10 @@ class _MultiVector:
     def record(self, width: int) -> np.dtype:
         return np.dtype((np.float32, (width,)))
 
-    def to_records(self, vectors: TokenVectors) -> tuple[np.ndarray, np.ndarray]:
+    def split_records(self, vectors: TokenVectors) -> tuple[np.ndarray, np.ndarray]:
         return vectors.vectors, vectors.counts
 
-    def from_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> TokenVectors:
+    def join_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> TokenVectors:
         return TokenVectors(records, counts)
 
     def stack(self, texts: Sequence[np.ndarray]) -> TokenVectors:

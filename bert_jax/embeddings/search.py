@@ -128,7 +128,7 @@ class Index:
         for rows in nearest_lib.parts(self._rows, form.block):
             counts = (ends - starts)[rows]
             selected = records[ragged_indices(starts[rows], counts)]
-            yield form.from_records(selected, counts, width)
+            yield form.join_records(selected, counts, width)
 
     def _texts(self) -> Iterator[tuple[int, str]]:
         for line, (_, text) in enumerate(line_reader.read([self._path]), 1):
@@ -168,7 +168,7 @@ class Index:
             while batch := list(itertools.islice(texts, _SAVED)):
                 lines = [(f"{self._path}:{line}", text) for _, line, text in batch]
                 parts = [p.vectors for p in self._embedder.embed_lines(lines)]
-                records, counts = form.to_records(form.concatenate(parts))
+                records, counts = form.split_records(form.concatenate(parts))
                 ends = count + np.cumsum(counts)
                 count += len(records)
                 contents = {"vectors": records.tobytes(), "ends": ends.tobytes()}

@@ -77,7 +77,7 @@ def contrastive_loss(
       (sum of losses in nats, sum of weights) and (positives that are nearest, sum of weights).
     """
     vectors, keys, weights = normalize(texts.vectors), texts.keys, texts.weights
-    forward, hits = in_batch_losses(
+    forward, hits = batch_losses(
         dot_products, (vectors[:, 0], vectors[:, 1:]), keys, weights, scale, axes
     )
     all_keys, all_weights = _gather(keys, axes), _gather(weights, axes)
@@ -91,7 +91,7 @@ def contrastive_loss(
     return jnp.stack([(weights * loss).sum(), total]), jnp.stack([(weights * hits).sum(), total])
 
 
-def in_batch_losses(
+def batch_losses(
     score: Score,
     texts: tuple[Any, Any],
     keys: jax.Array,

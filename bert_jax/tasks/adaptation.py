@@ -176,19 +176,19 @@ def run_rows(
     batches: Batches,
     rows: TaskRows,
     mesh: jax.sharding.Mesh,
-    to_output: Callable[[np.ndarray], Any] = lambda values: values,
+    compress_output: Callable[[np.ndarray], Any] = lambda values: values,
 ) -> list[Any]:
     """Returns the outputs of a program for each row, in the order of the rows.
 
     `run` maps a batch on the devices to float32 [B, O] or [B, S, O]. The outputs of a row of n
-    tokens are float32 [O] or [n, O], from which `to_output` makes what is kept.
+    tokens are float32 [O] or [n, O], from which `compress_output` makes what is kept.
     """
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))
     for (numbers, _), batch in zip(batches, placed, strict=True):
         for row, values in zip(numbers, jax.device_get(run(batch)), strict=False):
             values = values if values.ndim == 1 else values[: rows.lengths[row]]
-            outputs[row] = to_output(values)
+            outputs[row] = compress_output(values)
     return outputs
 
 
@@ -227,7 +227,7 @@ def compile_forward(
                 sums = sums + jax.device_get(measure(params, outputs, batch)["loss"])
             return outputs
 
-        outputs = run_rows(run, batches, rows, mesh, objective.to_output)
+        outputs = run_rows(run, batches, rows, mesh, objective.compress_output)
         return outputs, float(sums[0] / sums[1]) if sums[1] else float("nan")
 
     return forward

@@ -360,8 +360,7 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
     """Yields unlabelled examples: for a task of pairs, the texts A B C D are two examples.
 
-    For a kind that reads lists they are one: a query and three texts. Questions are numbered from
-    `first`.
+    For a kind that reads lists they are one: a query and three texts. `first` numbers questions.
     """
     count = len(texts) if task.spec.reads_lists else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):

@@ -186,7 +186,7 @@ class Rank(TaskKind):
         for example, row in zip(examples, logits, strict=True):
             yield row[: len(example.candidates)]
 
-    def shown_scores(self, scores: np.ndarray) -> np.ndarray:
+    def format_scores(self, scores: np.ndarray) -> np.ndarray:
         """Returns scores as `predict` shows them, float64."""
         if self.task.ranking_loss == "binary_cross_entropy":
             return 1 / (1 + np.exp(-scores))
@@ -201,7 +201,7 @@ class Rank(TaskKind):
         answers = []
         all_scores = self.example_scores(outputs, rows, examples)
         for example, logits in zip(examples, all_scores, strict=True):
-            values = self.shown_scores(logits.astype(np.float64))
+            values = self.format_scores(logits.astype(np.float64))
             order = np.argsort(-logits, kind="stable")
             answers.append(
                 {

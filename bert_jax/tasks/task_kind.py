@@ -159,7 +159,7 @@ class TaskKind:
         """Returns the kind of a trained run, with the `notes` of its checkpoint."""
         return cls(task, labels, base.tokenizer)
 
-    def for_validation(self, task: Task) -> Self:
+    def make_validation_kind(self, task: Task) -> Self:
         """Returns the kind of the validation examples of a training set of this kind."""
         return type(self)(task, self.labels, self.tokenizer)
 
@@ -327,7 +327,7 @@ def read_data(experiment: Finetuning, base: Base, tallies: Mapping[str, Tally]) 
     task = training.kind.task.with_fields(negative_column="")  # only training has negatives
     validation = examples_lib.read(task, task.validation, "labelled", tallies["validation"])
     examples_lib.require_known_labels(labels, validation)
-    kind, weights = training.kind.for_validation(task), ()
+    kind, weights = training.kind.make_validation_kind(task), ()
     if experiment.class_weights == "balanced" and training.rows is not None:
         weights = balanced_weights(training.rows, len(labels))
     parts = {"train": training.examples, "validation": validation}

@@ -308,7 +308,7 @@ class TaskObjective:
         """Returns the outputs of each row for `TaskKind.answers`, by default the logits."""
         return self.logits(params, fixed, batch, noise, loop)
 
-    def to_output(self, values: np.ndarray) -> Any:
+    def compress_output(self, values: np.ndarray) -> Any:
         """Returns the result of `predict` for one row as `run_rows` keeps it."""
         return values
 

@@ -43,9 +43,9 @@ def test_scores_of_sparse_vectors_are_products():
 )
 def test_records_and_slices_hold_the_same_vectors(form, vectors, width):
     form = FORMS[form]
-    records, counts = form.to_records(vectors)
+    records, counts = form.split_records(vectors)
     assert records.dtype.itemsize * records[:1].size == form.record(width).itemsize
-    again = form.from_records(records, counts, width)
+    again = form.join_records(records, counts, width)
     parts = form.concatenate([again[0:3], again[3:4]])
     for other in (again, parts):
         np.testing.assert_array_equal(form.score(vectors, other), form.score(vectors, vectors))

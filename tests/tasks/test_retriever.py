@@ -26,7 +26,7 @@ from bert_jax.embeddings.embed import Embedder, Features
 from bert_jax.embeddings.forms import FORMS
 from bert_jax.interop import huggingface, weights
 from bert_jax.tasks.examples import Candidates
-from bert_jax.tasks.sparse import SparseObjective
+from bert_jax.tasks.retrievers.sparse import SparseObjective
 from bert_jax.training import gradients, sharding, step
 from bert_jax.training import mesh as mesh_lib
 

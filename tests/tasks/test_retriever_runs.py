@@ -16,9 +16,9 @@ from bert_jax.config import Finetuning, SparseVectors, Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import Candidates
-from bert_jax.tasks.multi_vector import MultiVector
-from bert_jax.tasks.retriever import candidates_from_cells
-from bert_jax.tasks.sparse import SparseBatches
+from bert_jax.tasks.retrievers.multi_vector import MultiVector
+from bert_jax.tasks.retrievers.retriever import candidates_from_cells
+from bert_jax.tasks.retrievers.sparse import SparseBatches
 
 COLUMNS = {"text_column": "query", "second_column": "docs", "label_column": "labels"}
 

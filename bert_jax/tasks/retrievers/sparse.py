@@ -25,7 +25,7 @@ from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, params_of
 from bert_jax.model.kinds import encoder_of
-from bert_jax.tasks.retriever import Retriever, RetrieverObjective
+from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
 from bert_jax.tasks.rows import Batch as HostBatch
 from bert_jax.tasks.rows import TaskBatches, TaskRows
 from bert_jax.tasks.similar import encode_texts
@@ -67,7 +67,7 @@ class SparseObjective(RetrieverObjective):
         # Without padding rows of the vocabulary.
         return similarity.pool_logits(logits, mask)[:, : self.model.vocab_size]
 
-    def to_output(self, values: np.ndarray) -> csr_array:
+    def compress_output(self, values: np.ndarray) -> csr_array:
         return csr_array(values[None])
 
     def score_pairs(self, queries: jax.Array, texts: jax.Array) -> jax.Array:

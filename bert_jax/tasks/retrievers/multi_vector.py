@@ -24,7 +24,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import layers, similarity
 from bert_jax.model.encoder import Loop, fill_params, initializer
 from bert_jax.model.kinds import encoder_of
-from bert_jax.tasks.retriever import Retriever, RetrieverObjective
+from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
 from bert_jax.tasks.rows import TaskRows
 from bert_jax.tasks.similar import encode_texts
 from bert_jax.tasks.task_kind import Outputs

@@ -97,7 +97,7 @@ class RetrieverObjective(TaskObjective):
         weights = batch["row_weights"][::per_example]
         if how.loss == "contrastive":
             keys = batch["keys"].reshape(-1, per_example)
-            losses, hits = similarity.in_batch_losses(
+            losses, hits = similarity.batch_losses(
                 self.score_pairs, (queries, texts), keys, weights, 1 / how.temperature, axes
             )
             sums = {"loss": (weights * losses).sum(), "accuracy": (weights * hits).sum()}
@@ -188,7 +188,7 @@ class Retriever(Rank):
             form=cls.form_name,
         )
 
-    def for_validation(self, task: Task) -> Self:
+    def make_validation_kind(self, task: Task) -> Self:
         return type(self)(task, self.labels, self.tokenizer, self.vectors)
 
     @classmethod
@@ -286,7 +286,7 @@ class Retriever(Rank):
             texts = vectors[first + 1 : first + 1 + len(example.candidates)]
             yield self.form.score(self.form.stack([vectors[first]]), self.form.stack(texts))[0]
 
-    def shown_scores(self, scores: np.ndarray) -> np.ndarray:
+    def format_scores(self, scores: np.ndarray) -> np.ndarray:
         return scores
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
