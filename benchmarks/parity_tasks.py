@@ -21,11 +21,12 @@ from etils import epath
 
 from benchmarks import measure, parity
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, Run, Task
-from bert_jax.interop import finetuned
+from bert_jax.embeddings.forms import FORMS
+from bert_jax.interop import exporting, finetuned
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.finetuned_model import TaskModel
+from bert_jax.tasks.finetuned_model import FinetunedModel, TaskModel
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.text.library import LibraryTokenizer
 from bert_jax.text.tokenizer import WordPiece
@@ -45,6 +46,7 @@ MODELS = {
     "modern": dataclasses.replace(_BERT, kind="modern", num_hidden_layers=4, local_window=16),
 }
 _CHOICE = {"choice_columns": ("b", "c", "d"), "label_column": "right"}
+_TEXTS = {"second_column": "texts", "label_column": "values"}
 # Of a task, the fields it needs, what learns, and whether the base has learned what is below it.
 Case = tuple[str, dict[str, Any], dict[str, Any], Literal["learned", "fresh"]]
 CASES: list[Case] = [
@@ -56,7 +58,9 @@ CASES: list[Case] = [
     ("tag", {"text_column": "words", "label_column": "tags"}, {"how": "lora"}, "learned"),
     ("span", {"document_stride": 16, "max_query_length": 8}, {"how": "lora"}, "learned"),
     ("classify", {}, {"how": "frozen"}, "learned"),
-    ("rank", {"second_column": "texts", "label_column": "values"}, {"how": "full"}, "learned"),
+    ("rank", _TEXTS, {"how": "full"}, "learned"),
+    ("sparse", _TEXTS, {"how": "full"}, "learned"),
+    ("multi_vector", _TEXTS | {"query_prefix": "wab "}, {"how": "full"}, "learned"),
 ]
 
 
@@ -97,6 +101,11 @@ def make(model: str, case: Case, place: pathlib.Path) -> None:
     )
     quiet = Progress(LineConsole(quiet=True))
     finetune(experiment, str(place / "base"), str(place / "run"), quiet)
+    if experiment.task.spec.makes_vectors:
+        model_of_vectors = FinetunedModel.load(open_workdir(place / "run"))
+        exporting.export(model_of_vectors, epath.Path(place / "task"), None, "float32")
+        (place / "says.json").write_text(json.dumps(vectors_say(model_of_vectors)))
+        return
     tuned = TaskModel(open_workdir(place / "run"))
     forms = ["task", "adapter"] if adapt["how"] == "lora" else ["task"]
     names = [finetuned.export(tuned, f, "float32", epath.Path(place / f)) for f in forms]
@@ -135,6 +144,17 @@ def examples(kind: str) -> str:
     if kind == "span":
         return json.dumps({"data": [{"paragraphs": rows}]})
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def vectors_say(model: FinetunedModel) -> dict[str, Any]:
+    """Queries, texts, and the score of each text for each query."""
+    kind = model.task_model.task.kind
+    rows = [json.loads(line) for line in examples("rank").splitlines()]
+    queries = [row["sentence"] for row in rows]
+    texts = [text for row in rows for text in row["texts"]]
+    scores = FORMS[kind].score(model.embed(queries, role="query"), model.embed(texts))
+    said = {"queries": queries, "texts": texts, "scores": scores.tolist()}
+    return said | {"kind": kind, "forms": ["task"], "class": ""}
 
 
 def says(tuned: TaskModel) -> dict[str, Any]:

@@ -45,6 +45,9 @@ def main() -> int:
 def compare(folder: pathlib.Path, form: str, says: dict[str, Any], checks: Checks) -> None:
     """Keys, logits, ids, and the pipeline if there is one of the kind."""
     what = f"{folder.name}, {form}"
+    if says["kind"] in ("sparse", "multi_vector"):
+        retriever(folder, says, what, checks)
+        return
     model = load(folder, form, says["class"], what, checks)
     model.eval()
     off = max(np.abs(logits - row).max() for logits, row in logits_of(model, says))
@@ -153,6 +156,19 @@ def reranker(folder: pathlib.Path, says: dict[str, Any], what: str, checks: Chec
             off = max(off, abs(text["score"] - float(other["score"])))
     checks.holds(f"{what}: CrossEncoder sorts as we do", same)
     checks.below(f"{what}: CrossEncoder's scores, largest difference", off, LOGITS)
+
+
+def retriever(folder: pathlib.Path, says: dict[str, Any], what: str, checks: Checks) -> None:
+    """The scores of sentence-transformers, against our own."""
+    classes = {
+        "sparse": sentence_transformers.SparseEncoder,
+        "multi_vector": sentence_transformers.MultiVectorEncoder,
+    }
+    model = classes[says["kind"]](str(folder / "task"))
+    vectors = model.encode_query(says["queries"]), model.encode_document(says["texts"])
+    scores, ours = model.similarity(*vectors).numpy(), np.array(says["scores"])
+    off = np.abs(scores - ours).max() / np.abs(ours).max()
+    checks.below(f"{what}: scores, largest relative difference", float(off), LOGITS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError, require_choice
 from bert_jax.interop import exporting, hub, huggingface, importing
 from bert_jax.pretraining.evaluators import score_held_out
-from bert_jax.pretraining.loaded_model import Floats, LoadedModel, Texts, list_inputs, list_texts
+from bert_jax.pretraining.loaded_model import LoadedModel, Texts, list_inputs, list_texts
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.process import logger
@@ -222,8 +222,8 @@ def embed(
     pooling: Literal["mean", "cls", "last"] | None = None,
     layers: Sequence[int] = (-1,),
     normalize: bool | None = None,
-) -> Floats:
-    """Returns the vector of each text, float32 [texts, W]; see `LoadedModel.embed`."""
+) -> Any:
+    """Returns the vector of each text, dense ones float32 [texts, W]; see `LoadedModel.embed`."""
     return _load(model).embed(texts, pooling, layers, normalize, role)
 
 
@@ -234,7 +234,9 @@ def search(
     top: int = 10,
     vectors: Path | None = None,
 ) -> list[list[SearchHit]]:
-    """Finds the texts that are nearest to queries, by the cosine of their vectors.
+    """Finds the texts that are nearest to queries, by the scores of their vectors.
+
+    The score is the cosine or, for a model of another form of vectors, as in `embeddings.forms`.
 
     Args:
       model: a model, or the path of one.
@@ -260,8 +262,9 @@ def search(
     if not text_list or not query_list:
         return [[] for _ in query_list]
     blocks = (part.vectors for part in embedder.embed(text_list))
-    encoded = np.concatenate([part.vectors for part in embedder.embed(query_list, "query")])
-    indices, scores = nearest.nearest(blocks, encoded, top)
+    parts = [part.vectors for part in embedder.embed(query_list, "query")]
+    form = embedder.form
+    indices, scores = nearest.nearest(blocks, form.concatenate(parts), top, form.score)
     return [
         [
             SearchHit(i + 1, float(score), text_list[i])

@@ -69,6 +69,12 @@ class TextVectors:
     max_length: int = 0  # most tokens that are read, with [CLS] and [SEP]; 0: all positions
     query_prefix: str = ""  # prompt that is put before a query
     text_prefix: str = ""  # prompt that is put before a document
+    # dense: one vector, by `pooling` and `normalize`; sparse: a weight for each token of the
+    # vocabulary; multi_vector: a vector for each token, by the part `projection` of the weights.
+    form: Literal["dense", "sparse", "multi_vector"] = "dense"
+    # For multi_vector, as in `config.MultiVectors`.
+    query_length: int = 0
+    skipped_tokens: Literal["punctuation", "none"] = "none"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _load_embedder(
 
 @COMMANDS.add(
     "search",
-    "find the texts of a file that are nearest to a query, by the cosine of their vectors",
+    "find the texts of a file that are nearest to a query, by their vectors",
     Argument(
         "text_file",
         metavar="TEXT_FILE",
@@ -374,11 +374,16 @@ def serve(args: argparse.Namespace) -> int:
     with service.listening(args.host, args.port) as listener:
         enable_compilation_cache()
         task = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
-        if task is not None and task.kind.reads != "vectors":
+        if task is not None and not task.task.spec.makes_vectors:
             reject_flags(args, shared.VECTOR_FLAGS, f"{args.workdir}: this run makes no vectors")
             endpoint = endpoints.PredictEndpoint(task)
         else:
             model, embedder = _load_embedder(run, args, args.normalize)
+            if embedder.form_name != "dense":
+                raise InputError(
+                    f"{args.workdir}: makes {embedder.form_name} vectors, and serve only answers "
+                    "with dense ones; use `bert-jax search`, or choose a --pooling"
+                )
             endpoint = endpoints.EmbedEndpoint(model.name, embedder)
         service.serve(endpoint, listener, limits, print_now)
     return FINISHED

@@ -32,7 +32,6 @@ from bert_jax.config.finetuning import (
     Features,
     Finetuning,
     Task,
-    Vectors,
 )
 from bert_jax.config.model import Model
 from bert_jax.config.pretraining import (
@@ -54,3 +53,4 @@ from bert_jax.config.suite import (
 )
 from bert_jax.config.task_kinds import KINDS, Kind
 from bert_jax.config.text_corpus import Corpus, source_name
+from bert_jax.config.vectors import MultiVectors, RetrieverLoss, SparseVectors, Vectors

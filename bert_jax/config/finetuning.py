@@ -1,4 +1,4 @@
-"""The config sections of a fine-tuning run: the task, the base's adaptation, and the vectors.
+"""The config sections of a fine-tuning run: the task, the base's adaptation, and all together.
 
 Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu et al. 2021; the
 decay of the learning rate by layer is from Howard and Ruder 2018 and Clark et al. 2020.
@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from bert_jax.config.fields import (
     Count,
-    FieldRule,
     FolderName,
     Positive,
     PositiveCount,
@@ -21,11 +20,11 @@ from bert_jax.config.fields import (
     Section,
     Seed,
     Share,
-    minimum,
     subset_of,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.config.task_kinds import KINDS, TRAINABLE_KINDS, Kind, KindSpec, kinds_with
+from bert_jax.config.vectors import MultiVectors, SparseVectors, Vectors
 from bert_jax.errors import InputError
 
 # Which layers of the encoder a tagger's BiLSTM reads; empty: no BiLSTM, only a linear head.
@@ -68,13 +67,16 @@ class Task(Section, role="identity", label="task"):
     # What is predicted. classify: a label of a text; pair: a label of two texts; regress: a number
     # of two texts; choice: one of several texts; tag: a label of each word; span: a part of a
     # context; generate: another text; minimal_pairs: the acceptable one of two texts; similar: a
-    # vector of a text, close to those of similar texts; rank: which texts answer a query best.
+    # vector of a text, close to those of similar texts. The others find which texts answer a query
+    # best. rank: by reading both; sparse: by a weight for each token of the vocabulary;
+    # multi_vector: by a vector for each token.
     kind: Kind
     # Sources of training examples: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; for similar also corpus:WORKDIR:HOW; for minimal_pairs none. For rank, texts
-    # and scores are lists.
+    # and scores are lists; for sparse and multi_vector a text or a list of them.
     train: Annotated[tuple[str, ...], RequiresValue("kind", TRAINABLE_KINDS)] = ()
-    # Sources of examples to score on; for similar and rank also beir:FOLDER:SPLIT.
+    # Sources of examples to score on; for similar, rank, sparse and multi_vector also
+    # beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
     # Whether a broken row is an error (stop), or skipped and counted: a row with a blank text or
     # label, with more or fewer columns than the others, or with a label not in task.labels.
@@ -84,13 +86,14 @@ class Task(Section, role="identity", label="task"):
     # Column of the text, or of the first of two; for minimal_pairs of the acceptable one.
     text_column: str = "sentence"
     # Column of the second text, for kinds with two; for minimal_pairs of the unacceptable one; for
-    # rank of the list of texts.
+    # rank, sparse and multi_vector of the list of texts, which answer the query in text_column.
     second_column: Annotated[str, _only("second_column")] = ""
-    # For similar: column of a similar text that is not an answer (hard negative); empty: none.
+    # For similar, sparse and multi_vector: column of a similar text that is not an answer (hard
+    # negative); empty: none.
     negative_column: Annotated[str, _only("negative_column")] = ""
-    # For similar: prompt of queries and of the first text of a pair.
+    # For similar, sparse and multi_vector: prompt of queries and of the first text of a pair.
     query_prefix: Annotated[str, _only("query_prefix")] = ""
-    # For similar: prompt of all other texts.
+    # For similar, sparse and multi_vector: prompt of all other texts.
     text_prefix: Annotated[str, _only("text_prefix")] = ""
     # For rank: the loss. binary_cross_entropy: scores are probabilities; mse: scores are outputs to
     # learn; list_net: the softmax over the texts of a query is learned.
@@ -100,7 +103,7 @@ class Task(Section, role="identity", label="task"):
     # For choice: the columns of the texts to choose from; the first is answer 0.
     choice_columns: Annotated[tuple[str, ...], _only("choice_columns")] = ()
     # Column of the answer. For generate: of the text to write; for minimal_pairs: of the paradigm;
-    # for rank: of the list of scores.
+    # for rank, sparse and multi_vector: of the list of scores.
     label_column: str = "label"
     # For minimal_pairs: column of the category to which a paradigm belongs, such as syntax; empty:
     # none.
@@ -258,62 +261,14 @@ class Adapt(Section, role="identity", label="adapt"):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-_Dimensions = Annotated[
-    tuple[int, ...],
-    FieldRule(lambda sizes: list(sizes) == sorted({*sizes}), "must grow, none twice"),
-    FieldRule(lambda sizes: all(size > 0 for size in sizes), "each must be at least 1"),
-]
-_CONTRASTIVE_ONLY, _COSINE_ONLY, _DISTIL_ONLY = (
-    RequiresValue("loss", (x,)) for x in ("contrastive", "cosine", "distil")
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vectors(Section, role="identity", label="vectors"):
-    """The vectors of texts that a `similar` task learns (Reimers and Gurevych 2019).
-
-    `contrastive` learns to find the second text of a pair among all texts of the step, and the
-    first one given the second. `cosine` learns the score of a pair, `distil` a teacher's vectors.
-    """
-
-    # The mean over all tokens, or the vector of the first (cls) or last token; empty: as the base
-    # declares, else mean.
-    pooling: Literal["", "mean", "cls", "last"] = ""
-    # The loss on the vectors.
-    loss: Literal["contrastive", "cosine", "distil"] = "contrastive"
-    # For contrastive: temperature, the divisor of cosines.
-    temperature: Annotated[Positive, _CONTRASTIVE_ONLY] = 0.05
-    # For contrastive: whether the temperature is fixed or learned.
-    temperature_is: Annotated[Literal["fixed", "learned"], _CONTRASTIVE_ONLY] = "fixed"
-    # Matryoshka (Kusupati et al. 2022): the loss is the sum over vectors truncated to these
-    # dimensions; empty: whole vectors only.
-    dimensions: Annotated[_Dimensions, RequiresValue("loss", ("contrastive", "cosine"))] = ()
-    # For cosine: the lowest and the highest score, which correspond to cosines of 0 and 1.
-    score_range: Annotated[tuple[float, ...], _COSINE_ONLY] = (0.0, 1.0)
-    # For distil: the base or run whose vectors are learned, or a .npz file with one vector for each
-    # training example, as `embed` writes it.
-    teacher: Annotated[str, _DISTIL_ONLY] = ""
-    # For distil: a linear layer from the vectors to the teacher's width, which is discarded after
-    # training; needed if the widths differ.
-    projection: Annotated[Literal["none", "linear"], _DISTIL_ONLY] = "none"
-    # For distil: weight of the loss that makes the cosines between all texts of a step equal the
-    # teacher's.
-    geometry: Annotated[float, minimum(0), _DISTIL_ONLY] = 0.0
-
-    def _problems(self) -> Iterator[Problem]:
-        low_high = self.score_range
-        if len(low_high) != 2 or low_high[0] >= low_high[1]:
-            yield "score_range", "give the lowest and the highest score, e.g. (0, 5)"
-        if self.loss == "distil" and not self.teacher:
-            yield "teacher", "vectors.loss=distil: name a base, a run or a .npz file of vectors"
-
-
 # Settings that not all kinds of tasks have, with their defaults.
 _KIND_SETTINGS = {
     "class_weights": "none",
     "adapt.features": "",
     "adapt.pooling": "",
     "vectors": Vectors(),
+    "sparse": SparseVectors(),
+    "multi_vector": MultiVectors(),
 }
 
 
@@ -340,6 +295,8 @@ class Finetuning(Section, role="identity", label="finetuning"):
     task: Task
     adapt: Adapt = field(default_factory=Adapt)
     vectors: Vectors = field(default_factory=Vectors)
+    sparse: SparseVectors = field(default_factory=SparseVectors)
+    multi_vector: MultiVectors = field(default_factory=MultiVectors)
     # Passes over the training examples, with all rows of long ones (tag, span).
     epochs: Positive = 3.0
     # Early stopping after this many evaluations in a row without a lower held-out loss; 0: never.
@@ -368,6 +325,8 @@ class Finetuning(Section, role="identity", label="finetuning"):
             )
         if "vectors" in spec.settings:
             yield from self._vector_problems()
+        elif spec.makes_vectors:
+            yield from self._retriever_problems()
         for name in ("watch", "probes", "corpus_dir", "replay_every"):
             if getattr(self.run, name):
                 yield f"run.{name}", "only for pre-training; remove it"
@@ -400,3 +359,15 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "task.negative_column", "only for tables with vectors.loss=contrastive; remove it"
         if loss == "contrastive" and self.batch_size < 2:
             yield "batch_size", "a text is compared with the others of its step; set it to more"
+
+    def _retriever_problems(self) -> Iterator[Problem]:
+        loss = self._value_of(f"{self.task.kind}.loss")
+        if self.task.negative_column and loss != "contrastive":
+            why = f"only for {self.task.kind}.loss=contrastive; give all texts in second_column"
+            yield "task.negative_column", why
+        if loss == "contrastive" and self.batch_size < 2:
+            yield "batch_size", "a text is compared with the others of its step; set it to more"
+        length, longest = self.multi_vector.query_length, self.task.max_sequence_length
+        if self.task.kind == "multi_vector" and not (length == 0 or 3 <= length <= longest):
+            why = f"must be 0, or from 3 to task.max_sequence_length={longest}"
+            yield "multi_vector.query_length", why

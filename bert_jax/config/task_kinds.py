@@ -30,6 +30,8 @@ class KindSpec:
     # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
     adapt_methods: tuple[str, ...] = ("full", "frozen", "lora")
     problems: Callable[[Any], Iterable[Problem]] = lambda task: ()  # checks a `Task` of the kind
+    reads_lists: bool = False  # whether an example is a query with any number of texts
+    makes_vectors: bool = False  # whether `embed` and `search` use the trained model
 
     @functools.cached_property
     def implementing_class(self) -> Any:
@@ -67,6 +69,16 @@ def _span_problems(task: Any) -> Iterator[Problem]:
 _TWO_TEXTS = ("text_column", "second_column")
 _PAIR: Any = {"text_columns": _TWO_TEXTS, "problems": _pair_problems}
 _LABEL_SCORES = ("accuracy", "f1", "macro_f1", "micro_f1", "matthews")
+_PROMPTS = ("query_prefix", "text_prefix")
+_RETRIEVER: Any = {
+    "scores": ("ndcg@10", "mrr@10", "recall@10", "recall@1"),
+    "text_columns": (*_TWO_TEXTS, "negative_column"),
+    "sources": (*_TABLES, "beir"),
+    "adapt_methods": ("full",),
+    "problems": _pair_problems,
+    "reads_lists": True,
+    "makes_vectors": True,
+}
 _LABEL_SETTINGS = ("labels", "class_weights", "adapt.pooling")
 
 KINDS = {
@@ -114,16 +126,22 @@ KINDS = {
         # spearman and pearson are for pairs with a number, the others for `beir`.
         ("spearman", "pearson", "ndcg@10", "mrr@10", "recall@10", "recall@1"),
         (*_TWO_TEXTS, "negative_column"),
-        ("query_prefix", "text_prefix", "vectors"),
+        (*_PROMPTS, "vectors"),
         (*_TABLES, "corpus", "beir"),
         adapt_methods=("full", "lora"),
+        makes_vectors=True,
     ),
     "rank": KindSpec(
         "rank:Rank",
         ("ndcg@10", "mrr@10", "map"),
         settings=("ranking_loss", "adapt.pooling"),
         sources=("jsonl", "tfds", "beir"),
+        reads_lists=True,
         **_PAIR,
+    ),
+    "sparse": KindSpec("retrievers.sparse:Sparse", settings=(*_PROMPTS, "sparse"), **_RETRIEVER),
+    "multi_vector": KindSpec(
+        "retrievers.multi_vector:MultiVector", settings=(*_PROMPTS, "multi_vector"), **_RETRIEVER
     ),
 }
 

@@ -6,23 +6,25 @@ Texts are read in windows of some thousands and packed into rows by length (`emb
 Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import PartitionSpec
+from scipy.sparse import csr_array
 
 from bert_jax import system
 from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Model
-from bert_jax.embeddings import packing, vector_files
+from bert_jax.embeddings import embedding_program, packing, vector_files
+from bert_jax.embeddings.embedding_program import Features
+from bert_jax.embeddings.forms import FORMS, TokenSelection, TokenVectors
 from bert_jax.embeddings.quantized import (
     SAMPLE,
     Quantize,
@@ -31,10 +33,6 @@ from bert_jax.embeddings.quantized import (
     recall,
 )
 from bert_jax.errors import InputError, pluralize, prefix_errors
-from bert_jax.model import heads
-from bert_jax.model.attention import Packing
-from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import encode
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 
@@ -51,24 +49,6 @@ _CPU_TOKENS, _OTHER_TOKENS, _MAX_TOKENS = 512, 16_384, 2**20
 _SECONDS_BETWEEN_LINES = 30.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Features:
-    """The hidden states that become vectors, and how they are pooled."""
-
-    # `mean`: of all tokens including [CLS] and [SEP], as sentence-transformers pools; `cls`: the
-    # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each
-    # token, without [CLS] and [SEP]; None: as the run or base has it, else `mean`.
-    pooling: Literal["mean", "cls", "last", "tokens"] | None = None
-    # 0 is the embeddings, 1 the first layer; negative numbers count from the last layer, -1.
-    layers: tuple[int, ...] = (-1,)
-    # Concatenates the vectors of several layers, or averages them.
-    combine: Literal["concat", "mean"] = "concat"
-    # Whether vectors are scaled to length 1; None: as the run or base has it.
-    normalize: bool | None = None
-    # Keeps only the first numbers of a vector, before scaling (Kusupati et al. 2022); 0: all.
-    dimensions: int = 0
-
-
 # A text with its location for error messages before it.
 Line = tuple[str, str]
 
@@ -77,8 +57,10 @@ Line = tuple[str, str]
 class Embedded:
     """The vectors of consecutive texts."""
 
-    vectors: np.ndarray  # float32 [texts, W]; with pooling `tokens` [tokens, W], text after text
-    pieces: list[list[str]] | None  # the tokens of each text; None unless pooling is `tokens`
+    # They have the form `Embedder.form`; dense ones are float32 [texts, W], with pooling `tokens`
+    # [tokens, W], text after text.
+    vectors: Any
+    pieces: list[list[str]] | None  # the tokens of each text, if each has a vector; else None
     lengths: np.ndarray  # int64 [texts], encoded tokens including [CLS] and [SEP]
 
 
@@ -102,6 +84,16 @@ class Embedder:
         model, positions = base.model, base.model.max_position_embeddings
         defaults = base.vectors or TextVectors()
         pooling = features.pooling or defaults.pooling
+        # Vectors of a named pooling are dense.
+        self.form_name = "dense" if features.pooling else defaults.form
+        self.form = FORMS[self.form_name]
+        if self.form_name == "multi_vector":
+            pooling = "tokens"
+        if self.form_name != "dense" and (features.layers != (-1,) or features.dimensions):
+            raise InputError(
+                f"--layers, --dimensions: the model makes {self.form_name} vectors, of the last "
+                "layer; remove them, or choose a --pooling"
+            )
         normalize = features.normalize
         if normalize is None:
             normalize = defaults.normalize and pooling != "tokens"
@@ -125,6 +117,11 @@ class Embedder:
                 f"--dimensions {features.dimensions}: the vectors have {self.width} numbers"
             )
         self.width = features.dimensions or self.width
+        if self.form_name == "sparse":
+            self.width = model.vocab_size
+        elif self.form_name == "multi_vector":
+            self.width = base.params["projection"]["kernel"].shape[1]
+        self._selection = TokenSelection(base.tokenizer, defaults)
         document, query = defaults.text_prefix, defaults.query_prefix
         self.prefixes = {"document": document, "query": query, "prompted": ""}
         # Maximum number of tokens of a text, including [CLS] and [SEP].
@@ -135,9 +132,10 @@ class Embedder:
         default = _CPU_TOKENS if on_cpu else _OTHER_TOKENS
         self._row_tokens = max(batch_tokens or default, self.max_length)
         depth = max(*layers, 1)
-        params = _truncate_layers(depth, base.params)
+        params = embedding_program.truncate_layers(depth, base.params)
         self._params = jax.device_put(params, mesh_lib.replicated(mesh))
-        self._run = _compile(model, depth, self.features, layers, mesh)
+        form = self.form_name
+        self._run = embedding_program.build(model, depth, self.features, layers, form, mesh)
         # One thread for each batch. CPU cores that share a row wait for each other at every
         # operation; one row for each core, and one more, is a quarter faster.
         cores, shards = system.cores(), mesh_lib.batch_shards(mesh)
@@ -162,9 +160,9 @@ class Embedder:
             for window in _windows(lines):
                 pending, done = tokenizer.submit(self._encode, window, role), pending
                 if done is not None:
-                    yield from self._embed_ids(done.result())
+                    yield from self._embed_ids(done.result(), role)
             if pending is not None:
-                yield from self._embed_ids(pending.result())
+                yield from self._embed_ids(pending.result(), role)
 
     def passages(self, text: str) -> list[str]:
         """Splits a long text between words into parts of similar length that need no truncation."""
@@ -188,31 +186,46 @@ class Embedder:
             ids = np.full(length, self._tokenizer.cls_id, np.int32)
             for texts in ([ids], [ids, ids[:2]]):
                 # Room for one vector for each text, or for each token.
-                offsets = np.array([0, length - 2, length - 2])
-                self._compute(texts, offsets, np.empty((length, self.width), np.float32))
+                chosen = [np.arange(len(ids)) for ids in texts]
+                offsets = np.array([0, length, length + 2])
+                self._compute(
+                    texts, chosen, offsets, np.empty((length + 2, self.width), np.float32)
+                )
 
     def _encode(self, lines: Sequence[Line], role: Role) -> list[np.ndarray]:
-        """Returns the token ids of texts with [CLS], the role's prefix and [SEP], not truncated."""
+        """Returns the token ids of texts with [CLS], the role's prefix and [SEP].
+
+        Texts are not truncated, except for queries of a fixed number of tokens.
+        """
         tok, prefix = self._tokenizer, self.prefixes[role]
         ids = []
         for location, text in lines:
             with prefix_errors(location):
                 ids.append(np.array([tok.cls_id, *tok.encode(prefix + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
+        if self.form_name == "multi_vector" and role == "query":
+            return list(map(self._selection.fit_query, ids))
         return ids
 
-    def _embed_ids(self, texts: list[np.ndarray]) -> Iterator[Embedded]:
+    def _select_tokens(self, ids: np.ndarray, role: Role) -> np.ndarray:
+        """Returns the indices of the tokens of a text that have a vector."""
+        if self.form_name == "multi_vector":
+            return np.flatnonzero(self._selection.has_vector(ids, role == "query"))
+        return np.arange(1, len(ids) - 1)
+
+    def _embed_ids(self, texts: list[np.ndarray], role: Role) -> Iterator[Embedded]:
         """Truncates texts and yields their vectors, at most about `_BYTES` at a time."""
         limit = self.max_length
         cut = [ids if len(ids) <= limit else np.append(ids[: limit - 1], ids[-1:]) for ids in texts]
-        rows = np.array([len(ids) - 2 for ids in cut])  # vectors of each text
-        if self.features.pooling != "tokens":
-            rows = np.ones_like(rows)
+        rows, chosen = np.ones(len(cut), np.int64), list[np.ndarray]()  # vectors of each text
+        if self.features.pooling == "tokens":
+            chosen = [self._select_tokens(ids, role) for ids in cut]
+            rows = np.array([len(tokens) for tokens in chosen])
         part = np.cumsum(rows) * self.width * 4 // _BYTES
         for start, end in _ranges(part):
             offsets = np.cumsum([0, *rows[start:end]])
             vectors = np.empty((offsets[-1], self.width), np.float32)
-            self._compute(cut[start:end], offsets, vectors)
+            self._compute(cut[start:end], chosen[start:end], offsets, vectors)
             if not np.isfinite(vectors).all():
                 raise InputError(
                     f"texts {self.texts + 1} to {self.texts + end - start}: the model computes "
@@ -223,12 +236,27 @@ class Embedder:
             pieces = None
             if self.features.pooling == "tokens":
                 piece = self._tokenizer.token
-                pieces = [[piece(i) for i in ids[1:-1].tolist()] for ids in cut[start:end]]
+                selected = zip(cut[start:end], chosen[start:end], strict=True)
+                pieces = [[piece(i) for i in ids[tokens].tolist()] for ids, tokens in selected]
             lengths = np.array([len(ids) for ids in cut[start:end]])
-            yield Embedded(vectors, pieces, lengths)
+            shaped: Any = vectors
+            if self.form_name == "sparse":
+                shaped = csr_array(vectors)
+            elif self.form_name == "multi_vector":
+                shaped = TokenVectors(vectors, rows[start:end])
+            yield Embedded(shaped, pieces, lengths)
 
-    def _compute(self, texts: list[np.ndarray], offsets: np.ndarray, vectors: np.ndarray) -> None:
-        """Writes the vectors of text i into `vectors`, starting at row `offsets[i]`."""
+    def _compute(
+        self,
+        texts: list[np.ndarray],
+        chosen: list[np.ndarray],
+        offsets: np.ndarray,
+        vectors: np.ndarray,
+    ) -> None:
+        """Writes the vectors of text i into `vectors`, starting at row `offsets[i]`.
+
+        With pooling `tokens`, `chosen` are the tokens of each text that have a vector.
+        """
         lengths = [len(ids) for ids in texts]
         sharding = mesh_lib.batch_sharding(self._mesh)
         row_tokens = self._row_tokens
@@ -246,7 +274,7 @@ class Embedder:
                 start = 0
                 for slot, i in enumerate(row):
                     if self.features.pooling == "tokens":
-                        vectors[offsets[i] : offsets[i + 1]] = output[start + 1 :][: lengths[i] - 2]
+                        vectors[offsets[i] : offsets[i + 1]] = output[start + chosen[i]]
                     else:
                         vectors[offsets[i]] = output[slot]
                     start += lengths[i]
@@ -267,12 +295,15 @@ def write(
     quantize: Quantize = "none",
 ) -> None:
     """Writes the vectors of texts to a file (see `vector_files`) and reports progress."""
+    if quantize != "none" and embedder.form_name != "dense":
+        raise InputError(
+            f"--quantize {quantize}: the model makes {embedder.form_name} vectors; remove it"
+        )
     start = reported = time.monotonic()
-    dtype, width = dtype_and_width(quantize, embedder.width)
     sample = np.empty((0, embedder.width), np.float32)  # measures the loss by quantization
-    with vector_files.open_writer(path, width, embedder.longest_token, dtype) as add:
+    with _open_sink(embedder, path, quantize) as add:
         for part in embedder.embed_lines(lines, role):
-            add(quantize_vectors(part.vectors, quantize), part.pieces)
+            add(part)
             if quantize != "none":
                 sample = np.concatenate([sample, part.vectors[: SAMPLE - len(sample)]])
             if time.monotonic() - reported > _SECONDS_BETWEEN_LINES:
@@ -297,6 +328,23 @@ def write(
         report(f"truncated to {embedder.max_length} tokens: {count} of {embedder.texts} texts")
 
 
+@contextlib.contextmanager
+def _open_sink(
+    embedder: Embedder, path: epath.Path, quantize: Quantize
+) -> Iterator[Callable[[Embedded], None]]:
+    """Yields a function that adds vectors to a file; the file appears when the context ends."""
+    if embedder.form_name == "sparse":
+        with vector_files.open_sparse_writer(path, embedder.width) as add_sparse:
+            yield lambda part: add_sparse(part.vectors)
+        return
+    dtype, width = dtype_and_width(quantize, embedder.width)
+    with vector_files.open_writer(path, width, embedder.longest_token, dtype) as add:
+        if embedder.form_name == "multi_vector":
+            yield lambda part: add(part.vectors.vectors, part.pieces)
+        else:
+            yield lambda part: add(quantize_vectors(part.vectors, quantize), part.pieces)
+
+
 # --- on the host --------------------------------------------------------------------------------
 
 
@@ -319,9 +367,6 @@ def _ranges(part: np.ndarray) -> Iterator[tuple[int, int]]:
     yield from itertools.pairwise(cuts)
 
 
-# --- on the devices -----------------------------------------------------------------------------
-
-
 def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
     """Returns layer numbers without negative ones: 0 is the embeddings, 1 the first layer."""
     count = model.num_hidden_layers
@@ -332,60 +377,3 @@ def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
                 f"(the last layer) to {-count - 1}"
             )
     return tuple(number % (count + 1) for number in numbers)
-
-
-def _truncate_layers(depth: int, params: heads.Params) -> heads.Params:
-    encoder = params["encoder"]
-    layers = jax.tree.map(lambda stacked: stacked[:depth], encoder["layers"])
-    return params | {"encoder": encoder | {"layers": layers}}
-
-
-def _compile(
-    model: Model,
-    depth: int,
-    features: Features,
-    layers: tuple[int, ...],
-    mesh: jax.sharding.Mesh,
-) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
-    """Compiles packed rows -> float32 [rows, N, W]; with pooling `tokens`, [rows, S, W]."""
-
-    def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
-        ids = batch["input_ids"]  # [1, S]: each shard has one row
-        rows = Packing(batch["positions"], batch["tokens"][0], batch["places"])
-        encoder = heads.merge(model, params).encoder
-        inputs = encoder, model, ids, jnp.zeros_like(ids), rows, None, Loop()
-        if layers == (depth,):
-            states = [encode(*inputs)]
-        else:
-            all_states = encode(*inputs, outputs="all")
-            states = [all_states[layer] for layer in layers]
-        states = [hidden.astype(jnp.float32) for hidden in states]
-        if features.combine == "concat":
-            combined = jnp.concatenate(states, -1)
-        else:
-            combined = sum(states[1:], states[0]) / len(states)
-        vectors = _pool(combined, rows, features.pooling or "mean")
-        if features.dimensions:
-            vectors = vectors[..., : features.dimensions]
-        if features.normalize:
-            norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-            vectors = vectors / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
-        return vectors
-
-    spec = mesh_lib.batch_spec(mesh)
-    specs = {"in_specs": (PartitionSpec(), spec), "out_specs": spec}
-    return jax.jit(jax.shard_map(embed_shard, mesh=mesh, **specs, check_vma=False))
-
-
-def _pool(hidden: jax.Array, rows: Packing, pooling: str) -> jax.Array:
-    """Pools the tokens of each text: [1, S, W] -> [1, N, W]; `tokens` returns `hidden`."""
-    if pooling == "tokens":
-        return hidden
-    if pooling == "cls":
-        first = rows.row_indices[:, 0]
-        return jnp.take(hidden, first, axis=1, mode="fill", fill_value=0)
-    counts = jnp.maximum(rows.mask.sum(axis=1), 1)  # an empty slot has no token
-    if pooling == "last":
-        last = jnp.take_along_axis(rows.row_indices, counts[:, None] - 1, axis=1)[:, 0]
-        return jnp.take(hidden, last, axis=1, mode="fill", fill_value=0)
-    return (rows.unpack(hidden).sum(axis=1) / counts[:, None])[None]

@@ -7,47 +7,64 @@ the number of results, not with the number of queries times the number of vector
 Shape letters: Q queries, N vectors, K results of a query, W width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
-# Vectors and queries in a block: the products of two blocks take 64 MiB.
-_BLOCK_VECTORS, _BLOCK_QUERIES = 65_536, 256
+from bert_jax.errors import InputError
+
+# Queries in a block: their products with a block of 65,536 vectors take 64 MiB.
+_BLOCK_QUERIES = 256
 
 
-def parts(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields consecutive parts of the indices `order`, one for each block of vectors."""
-    for start in range(0, len(order), _BLOCK_VECTORS):
-        yield order[start : start + _BLOCK_VECTORS]
+def parts(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yields consecutive parts of the indices `order`, `size` for each block of vectors."""
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+# Computes the scores of all pairs: (queries, vectors) -> float32 [queries, vectors].
+Score = Callable[[Any, Any], np.ndarray]
 
 
 def nearest(
-    blocks: Iterable[np.ndarray], queries: np.ndarray, count: int
+    blocks: Iterable[Any],
+    queries: Any,
+    count: int,
+    score: Score = lambda queries, vectors: queries @ vectors.T,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the vectors whose dot products with each query are the largest.
+    """Returns the vectors whose scores for each query are the largest.
 
     Args:
-      blocks: float32 [any, W]; all blocks together are the N vectors.
-      queries: float32 [Q, W], at least one.
+      blocks: all blocks together are the N vectors; dense ones are float32 [any, W].
+      queries: at least one; dense ones are float32 [Q, W].
       count: results wanted for each query; K is the smaller of `count` and N.
+      score: computes scores, by default dot products; see `forms` for other forms of vectors.
 
     Returns:
-      Indices of vectors, int64 [Q, K], and their products, float32 [Q, K], in descending order.
-      Vectors with equal products keep their order.
+      Indices of vectors, int64 [Q, K], and their scores, float32 [Q, K], in descending order.
+      Vectors with equal scores keep their order.
     """
-    indices = [np.empty(0, np.int64)] * len(queries)
-    products = [np.empty(0, np.float32)] * len(queries)
+    number = queries.shape[0]
+    indices = [np.empty(0, np.int64)] * number
+    products = [np.empty(0, np.float32)] * number
     start = 0
     for block in blocks:
-        for first in range(0, len(queries), _BLOCK_QUERIES):
-            block_products = queries[first : first + _BLOCK_QUERIES] @ block.T
+        for first in range(0, number, _BLOCK_QUERIES):
+            block_products = score(queries[first : first + _BLOCK_QUERIES], block)
+            if not np.isfinite(block_products).all():
+                raise InputError(
+                    "a vector holds a number that is not finite; delete the vectors, so that they "
+                    "are computed again"
+                )
             for query, row in enumerate(block_products, first):
                 nearest_in_block = largest_indices(row, count)
                 candidates = np.concatenate([products[query], row[nearest_in_block]])
                 best = largest_indices(candidates, count)
                 indices[query] = np.concatenate([indices[query], start + nearest_in_block])[best]
                 products[query] = candidates[best]
-        start += len(block)
+        start += block.shape[0]
     return np.stack(indices), np.stack(products)
 
 

@@ -43,15 +43,15 @@ class Mined(NamedTuple):
 
 
 def dense_first_stage(embedder: Embedder) -> FirstStage:
-    """Returns the first stage that scores texts by the cosine of their vectors with a query's."""
+    """Returns the first stage that scores texts by their vectors for a query's."""
 
     def score(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndarray]:
         of_texts, of_queries = (
-            np.concatenate([part.vectors for part in parts])
+            embedder.form.concatenate([part.vectors for part in parts])
             for parts in (embedder.embed(texts), embedder.embed(queries, "query"))
         )
         for start in range(0, len(queries), _QUERIES):
-            yield from of_queries[start : start + _QUERIES] @ of_texts.T
+            yield from embedder.form.score(of_queries[start : start + _QUERIES], of_texts)
 
     return score
 

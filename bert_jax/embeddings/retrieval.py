@@ -9,12 +9,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from bert_jax.embeddings import bm25
 from bert_jax.embeddings import nearest as nearest_lib
+from bert_jax.embeddings.forms import DENSE, VectorForm
 from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.process import logger
 from bert_jax.text.records import replace_surrogates
@@ -99,22 +101,26 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
     return relevant
 
 
-def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[str, float]:
-    """Returns the scores of ranking texts by the cosine of their vectors with a query's.
+def scores(
+    vectors: Sequence[Any], passages: Sequence[Passage], form: VectorForm = DENSE
+) -> dict[str, float]:
+    """Returns the scores of ranking texts by the scores of their vectors for a query's.
 
     Args:
-      vectors: the vector of each passage, float32 [W], of length 1.
+      vectors: the vector of each passage; dense ones are float32 [W], of length 1.
       passages: queries and texts in any order.
+      form: of the vectors.
 
     Returns:
       `recall@1`, `recall@10`, `mrr@10` and `ndcg@10`; see `mean_scores`.
     """
     queries, texts = split(passages)
     order = np.array([number for number, _ in texts])
-    blocks = (np.stack([vectors[i] for i in part]) for part in nearest_lib.parts(order))
-    query_vectors = np.stack([vectors[number] for number, _ in queries])
+    parts = nearest_lib.parts(order, form.block)
+    blocks = (form.stack([vectors[i] for i in part]) for part in parts)
+    query_vectors = form.stack([vectors[number] for number, _ in queries])
     # One more than the depth, since the text with the query's own id is ignored.
-    neighbours, _ = nearest_lib.nearest(blocks, query_vectors, _DEPTH + 1)
+    neighbours, _ = nearest_lib.nearest(blocks, query_vectors, _DEPTH + 1, form.score)
     return mean_scores(queries, texts, neighbours)
 
 
@@ -126,6 +132,14 @@ def bm25_scores(passages: Sequence[Passage]) -> dict[str, float] | None:
     queries, texts = split(passages)
     neighbours, _ = bm25.nearest(contents(queries), contents(texts), _DEPTH + 1)
     return mean_scores(queries, texts, neighbours)
+
+
+def bm25_baseline(examples: Sequence[Any], main_score: str) -> tuple[str, float] | None:
+    """Returns the name of the baseline BM25 and its score on a BEIR folder; else None."""
+    if not isinstance(examples[0], Passage):
+        return None
+    by_name = bm25_scores(examples)
+    return ("BM25", by_name[main_score]) if by_name else None
 
 
 # A passage with its index among all passages.

@@ -5,19 +5,24 @@
           text i has the rows offsets[i] to offsets[i+1]
 .parquet  one row for each text: vector, or pieces and vectors
 .jsonl    one object for each text: {"vector": [...]}, or {"pieces": [...], "vectors": [[...], ...]}
+
+Sparse vectors are written as .npz, the format of `scipy.sparse.save_npz` (a matrix [texts, V]), or
+as .jsonl: {"indices": [...], "values": [...]}, the tokens whose weights are not 0.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
 from etils import epath
+from scipy.sparse import csr_array
 
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import absolute, create_folder, replace_atomically, require_local
@@ -27,6 +32,37 @@ Sink = Callable[[np.ndarray, list[list[str]] | None], None]
 
 # Nine digits distinguish all float32 values. "#" always writes a point: "-0" would lose its sign.
 _FORMATS = {"f": "%#.9g", "i": "%d", "u": "%d"}
+
+
+# Writes sparse vectors [texts, V].
+SparseSink = Callable[[csr_array], None]
+# The type and the shape of a row of each array of an archive.
+Members = dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+@contextlib.contextmanager
+def open_sparse_writer(path: epath.Path, width: int) -> Iterator[SparseSink]:
+    """Yields a function that adds sparse vectors to a file, as `open_writer`."""
+    with (
+        _open_file(path, _SPARSE_WRITERS) as file,
+        _SPARSE_WRITERS[path.suffix](file, width) as add,
+    ):
+        yield add
+
+
+@contextlib.contextmanager
+def _open_file(path: epath.Path, writers: Mapping[str, Any]) -> Iterator[IO[bytes]]:
+    """Yields a file that appears when the context ends."""
+    if path.suffix not in writers:
+        raise InputError(f"{path}: the name must end in {', '.join(writers)}")
+    require_local(path)
+    path = absolute(path)
+    with (
+        create_folder(path.parent),
+        replace_atomically(path) as unfinished,
+        open(os.fspath(unfinished), "wb") as file,
+    ):
+        yield file
 
 
 @contextlib.contextmanager
@@ -42,14 +78,8 @@ def open_writer(
       path: the file, whose suffix selects the format. An existing file is replaced.
       longest_token: characters of the longest token; 0 if each text has one vector.
     """
-    if path.suffix not in _WRITERS:
-        raise InputError(f"{path}: the name must end in {', '.join(_WRITERS)}")
-    require_local(path)
-    path = absolute(path)
     with (
-        create_folder(path.parent),
-        replace_atomically(path) as unfinished,
-        open(os.fspath(unfinished), "wb") as file,
+        _open_file(path, _WRITERS) as file,
         _WRITERS[path.suffix](file, width, longest_token, dtype) as add,
     ):
         yield add
@@ -58,19 +88,11 @@ def open_writer(
 @contextlib.contextmanager
 def _npz(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
     """Collects the rows in temporary files, because a header needs the number of rows."""
-    members: dict[str, tuple[np.dtype, tuple[int, ...]]] = {"vectors": (dtype, (width,))}
+    members: Members = {"vectors": (dtype, (width,))}
     if longest_token:
         members["pieces"] = np.dtype(f"<U{longest_token}"), ()
         members["offsets"] = np.dtype("<i8"), ()
-    rows = dict.fromkeys(members, 0)
-    with contextlib.ExitStack() as stack:
-        folder = epath.Path(file.name).parent
-        spools = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in members}
-
-        def spool(name: str, values: Any) -> None:
-            array = np.ascontiguousarray(values, members[name][0])
-            spools[name].write(array.data)
-            rows[name] += len(array)
+    with _open_archive(file, members) as (spool, rows):
 
         def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
             first_row = rows["vectors"]
@@ -82,6 +104,56 @@ def _npz(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> It
         if longest_token:
             spool("offsets", [0])
         yield add
+
+
+@contextlib.contextmanager
+def _sparse_npz(file: IO[bytes], width: int) -> Iterator[SparseSink]:
+    """Writes what `scipy.sparse.load_npz` reads."""
+    members: Members = {"indices": (np.dtype("<i4"), ()), "indptr": (np.dtype("<i8"), ())}
+    members |= {"data": (np.dtype("<f4"), ()), "shape": (np.dtype("<i8"), ())}
+    with _open_archive(file, members | {"format": (np.dtype("S3"), ())}) as (spool, rows):
+        spool("indptr", [0])
+
+        def add(vectors: csr_array) -> None:
+            spool("indptr", rows["data"] + vectors.indptr[1:].astype(np.int64))
+            spool("indices", vectors.indices)
+            spool("data", vectors.data)
+
+        yield add
+        spool("shape", [rows["indptr"] - 1, width])
+        spool("format", [b"csr"])
+
+
+@contextlib.contextmanager
+def _sparse_json_lines(file: IO[bytes], width: int) -> Iterator[SparseSink]:
+    def add(vectors: csr_array) -> None:
+        for start, end in itertools.pairwise(vectors.indptr):
+            indices, values = vectors.indices[start:end].tolist(), vectors.data[start:end]
+            numbers = ", ".join(f"{value:#.9g}" for value in values.tolist())
+            file.write(f'{{"indices": {indices}, "values": [{numbers}]}}\n'.encode())
+
+    yield add
+
+
+@contextlib.contextmanager
+def _open_archive(
+    file: IO[bytes], members: Members
+) -> Iterator[tuple[Callable[[str, Any], None], dict[str, int]]]:
+    """Yields a function that adds rows to a member, and the number of rows of each member.
+
+    The archive is written when the context ends. `members` have the type and the shape of a row.
+    """
+    rows = dict.fromkeys(members, 0)
+    with contextlib.ExitStack() as stack:
+        folder = epath.Path(file.name).parent
+        spools = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in members}
+
+        def spool(name: str, values: Any) -> None:
+            array = np.ascontiguousarray(values, members[name][0])
+            spools[name].write(array.data)
+            rows[name] += len(array)
+
+        yield spool, rows
         with zipfile.ZipFile(file, "w") as archive:
             for name, (dtype, shape) in members.items():
                 # Without a time stamp: the same texts give the same bytes.
@@ -146,3 +218,4 @@ def _parquet(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -
 
 
 _WRITERS = {".npz": _npz, ".parquet": _parquet, ".jsonl": _json_lines}
+_SPARSE_WRITERS = {".npz": _sparse_npz, ".jsonl": _sparse_json_lines}

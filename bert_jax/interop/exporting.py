@@ -11,7 +11,8 @@ from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks.finetuned_model import FinetunedModel
 
 # The form of an export determines the class that reads it. A model that is not fine-tuned can be
-# exported in the first four forms, a fine-tuned one as `task`, `adapter` or `encoder`.
+# exported in the first four forms, a fine-tuned one as `task`, `adapter` or `encoder`, one of
+# sparse vectors as `masked_lm`.
 Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -34,15 +35,18 @@ def export(
         kind = _pretrained_form(model.model, form, model.name)
         return _export_transformers(model, kind, dtype, target, address)
     kind = model.task_model.kind
-    supported = ("encoder",) if kind.reads == "vectors" else ("task", "adapter", "encoder")
+    supported = ("task", "adapter", "encoder")
+    if kind.task.spec.makes_vectors:
+        # SparseEncoder of sentence-transformers reads the class of masked LM.
+        supported = ("masked_lm",) if kind.reads == "masked_lm" else ("encoder",)
     chosen = form or supported[0]
     if chosen not in supported:
         raise InputError(
             f"--as {form}: {model.name} was trained with task.kind={kind.task.kind}; choose "
             f"{' or '.join(supported)}"
         )
-    if chosen == "encoder":
-        return _export_transformers(model, "encoder", dtype, target, address)
+    if chosen in ("encoder", "masked_lm"):
+        return _export_transformers(model, chosen, dtype, target, address)
     return finetuned.export(model, cast(finetuned.Form, chosen), dtype, target, address)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.base import Base, TextVectors
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import Finetuning, Model
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies, weights
@@ -207,8 +207,9 @@ def export_weights(
         vocabularies.write_json(
             folder / "config.json", configs.fields_of(trained, architecture, dtype)
         )
-        if kind == "encoder":
-            sentence_transformers.write(trained.vectors or TextVectors(), cfg, folder)
+        makes_sparse = trained.vectors is not None and trained.vectors.form == "sparse"
+        if kind == ("masked_lm" if makes_sparse else "encoder"):
+            sentence_transformers.write(trained, folder)
         first = trained.tokenizer.pad_id + 1
         tensors = weights.export_tensors(trained.params, cfg, architecture, first)
         write_tensors(folder / "model.safetensors", tensors, dtype)

@@ -3,13 +3,17 @@
 import json
 from typing import Any
 
+import numpy as np
 from etils import epath
 
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model
+from bert_jax.embeddings.forms import TokenSelection
 from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object, require, write_json
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text.tokenizer import Tokenizer
 
 # Names and folders of modules, in this order; the last may be missing.
@@ -73,8 +77,15 @@ def _read_optional(path: epath.Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
-def write(vectors: TextVectors, model: Model, folder: epath.Path) -> None:
-    """Writes the settings of vectors next to an encoder, for sentence-transformers 2 and later."""
+def write(trained: LoadedModel, folder: epath.Path) -> None:
+    """Writes the settings of vectors next to an encoder, for sentence-transformers.
+
+    Dense vectors are read by version 2 and later, sparse ones by 5, vectors of tokens by 6.
+    """
+    vectors, model = trained.vectors or TextVectors(), trained.model
+    if vectors.form != "dense":
+        _write_retriever(trained, vectors, folder)
+        return
     modules = _MODULES if vectors.normalize else _MODULES[:2]
     package = "sentence_transformers.models"
     listed = [
@@ -85,7 +96,7 @@ def write(vectors: TextVectors, model: Model, folder: epath.Path) -> None:
     longest = vectors.max_length or model.max_position_embeddings
     transformer = {"max_seq_length": longest, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", transformer)
-    prompts = {names[0]: getattr(vectors, role) for role, names in _PROMPTS.items()}
+    prompts = _prompts(vectors)
     if any(prompts.values()):
         settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
         write_json(folder / "config_sentence_transformers.json", settings)
@@ -96,3 +107,57 @@ def write(vectors: TextVectors, model: Model, folder: epath.Path) -> None:
         folder / "1_Pooling" / "config.json",
         {"word_embedding_dimension": model.hidden_size, **modes},
     )
+
+
+def _prompts(vectors: TextVectors) -> dict[str, str]:
+    return {names[0]: getattr(vectors, role) for role, names in _PROMPTS.items()}
+
+
+def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.Path) -> None:
+    """Writes the modules of a SparseEncoder or a MultiVectorEncoder."""
+    base, kernel = "sentence_transformers.base.modules", np.empty((0, 0))
+    transformer: dict[str, Any] = {"max_seq_length": vectors.max_length, "do_lower_case": False}
+    if vectors.form == "sparse":
+        transformer["transformer_task"] = "fill-mask"
+        pooling: dict[str, Any] = {"pooling_strategy": "max", "activation_function": "relu"}
+        pooling["embedding_dimension"] = trained.model.vocab_size
+        splade = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
+        modules: list[tuple[str, str, dict[str, Any]]] = [(splade, "1_SpladePooling", pooling)]
+        kind, similarity = "SparseEncoder", "dot"
+    else:
+        if vectors.query_length:
+            expansion = {"strategy": "fixed", "attend": True, "length": vectors.query_length}
+            transformer["query_expansion"] = expansion
+        kernel = np.asarray(trained.params["projection"]["kernel"]).T
+        reads = {"module_input_name": "token_embeddings"}
+        dense: dict[str, Any] = {"in_features": kernel.shape[1], "bias": False}
+        dense["out_features"] = kernel.shape[0]
+        dense["activation_function"] = "torch.nn.modules.linear.Identity"
+        skipped = TokenSelection(trained.tokenizer, vectors).skipped_tokens
+        mask = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask"
+        modules = [
+            (f"{base}.dense.Dense", "1_Dense", dense | reads),
+            (f"{mask}.MultiVectorMask", "2_MultiVectorMask", {"skiplist_words": skipped}),
+            (f"{base}.normalize.Normalize", "3_Normalize", reads),
+        ]
+        kind, similarity = "MultiVectorEncoder", "maxsim"
+    types = [
+        (f"{base}.transformer.Transformer", ""),
+        *((type_, path) for type_, path, _ in modules),
+    ]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": type_}
+        for i, (type_, path) in enumerate(types)
+    ]
+    settings = {"model_type": kind, "prompts": _prompts(vectors), "default_prompt_name": None}
+    write_json(folder / "modules.json", listed)
+    write_json(folder / "sentence_bert_config.json", transformer)
+    write_json(
+        folder / "config_sentence_transformers.json", settings | {"similarity_fn_name": similarity}
+    )
+    for _, path, fields in modules:
+        (folder / path).mkdir()
+        write_json(folder / path / "config.json", fields)
+    if vectors.form == "multi_vector":
+        tensors, path = {"linear.weight": kernel}, folder / "1_Dense" / "model.safetensors"
+        base_lib.write_tensors(path, tensors, {"format": "pt"})

@@ -7,7 +7,8 @@ Shape letters: E examples of a shard, A examples of all shards, N texts after th
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,10 @@ from jax import lax
 
 Pooling = Literal["mean", "cls", "last"]
 Axes = tuple[str, ...]
+
+# Computes the scores of all pairs: vectors of queries, arrays [N, ...], and of texts, arrays
+# [M, ...], -> float32 [N, M].
+Score = Callable[[Any, Any], jax.Array]
 
 # The logit of an excluded candidate.
 _EXCLUDED = -1e9
@@ -72,30 +77,166 @@ def contrastive_loss(
       (sum of losses in nats, sum of weights) and (positives that are nearest, sum of weights).
     """
     vectors, keys, weights = normalize(texts.vectors), texts.keys, texts.weights
-    count, others = keys.shape[0], keys.shape[1] - 1
-    all_vectors, all_keys, all_weights = (_gather(x, axes) for x in (vectors, keys, weights))
-    own = jnp.arange(count)
-    if axes:
-        own = own + lax.axis_index(axes) * count
-
-    anchors, candidates = all_vectors[:, 0], all_vectors[:, 1:].reshape(-1, vectors.shape[-1])
-    anchor_keys, candidate_keys = all_keys[:, 0], all_keys[:, 1:].reshape(-1)
-    same_anchor = _are_equal(keys[:, 0], anchor_keys)
-    same_positive = _are_equal(keys[:, 1], all_keys[:, 1])
-    # The positive of an equal anchor in another example is excluded; its negatives are not.
-    is_positive = jnp.arange(len(candidate_keys)) % others == 0
-    excluded = _are_equal(keys[:, 0], candidate_keys) | _are_equal(keys[:, 1], candidate_keys)
-    excluded |= jnp.repeat(same_anchor, others, axis=1) & is_positive
-    forward = scale * _cosines(vectors[:, 0], candidates)
-    forward = _mask(forward, excluded, jnp.repeat(all_weights, others), own * others)
-    excluded = same_anchor | same_positive | _are_equal(keys[:, 1], anchor_keys)
-    backward = _mask(scale * _cosines(vectors[:, 1], anchors), excluded, all_weights, own)
-
-    loss = (_cross_entropy(forward, own * others) + _cross_entropy(backward, own)) / 2
-    positive = jnp.take_along_axis(forward, (own * others)[:, None], axis=1)[:, 0]
-    hits = (positive >= forward.max(axis=1)).astype(jnp.float32)
+    forward, hits = batch_losses(
+        dot_products, (vectors[:, 0], vectors[:, 1:]), keys, weights, scale, axes
+    )
+    all_keys, all_weights = _gather(keys, axes), _gather(weights, axes)
+    anchors, anchor_keys = _gather(vectors[:, 0], axes), all_keys[:, 0]
+    excluded = _are_equal(keys[:, 0], anchor_keys) | _are_equal(keys[:, 1], all_keys[:, 1])
+    excluded |= _are_equal(keys[:, 1], anchor_keys)
+    own = _own_examples(len(keys), axes)
+    backward = _mask(scale * dot_products(vectors[:, 1], anchors), excluded, all_weights, own)
+    loss = (forward + _cross_entropy(backward, own)) / 2
     total = weights.sum()
     return jnp.stack([(weights * loss).sum(), total]), jnp.stack([(weights * hits).sum(), total])
+
+
+def batch_losses(
+    score: Score,
+    texts: tuple[Any, Any],
+    keys: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array | float,
+    axes: Axes = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the cross-entropy of each positive among all texts except anchors.
+
+    A text equal to the positive or to the anchor, and the positive of an equal anchor in another
+    example, are not used as negatives.
+
+    Args:
+      score: computes the scores of all pairs.
+      texts: vectors of the anchors, arrays [E, ...], and of the N others, arrays [E, N, ...].
+      keys: uint32 [E, 1 + N], equal for equal texts; 0: there is no text.
+      weights: float32 [E], 0 for an unused row.
+      scale: factor of scores: 1 / temperature.
+      axes: the mesh axes over which examples are sharded.
+
+    Returns:
+      Losses in nats, float32 [E], and whether the positive has the highest score, float32 [E].
+    """
+    anchors, others = texts
+    count = keys.shape[1] - 1
+    gathered = jax.tree.map(lambda x: _gather(x, axes), others)
+    candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
+    all_keys, all_weights = _gather(keys, axes), _gather(weights, axes)
+    candidate_keys, own = all_keys[:, 1:].reshape(-1), _own_examples(len(keys), axes) * count
+    # The positive of an equal anchor in another example is excluded; its negatives are not.
+    is_positive = jnp.arange(len(candidate_keys)) % count == 0
+    excluded = _are_equal(keys[:, 0], candidate_keys) | _are_equal(keys[:, 1], candidate_keys)
+    same_anchor = _are_equal(keys[:, 0], all_keys[:, 0])
+    excluded |= jnp.repeat(same_anchor, count, axis=1) & is_positive
+    used = jnp.repeat(all_weights, count) * (candidate_keys > 0)
+    logits = _mask(scale * score(anchors, candidates), excluded, used, own)
+    positive = jnp.take_along_axis(logits, own[:, None], axis=1)[:, 0]
+    hits = (positive >= logits.max(axis=1)).astype(jnp.float32)
+    return _cross_entropy(logits, own), hits
+
+
+def _own_examples(count: int, axes: Axes) -> jax.Array:
+    """Returns the numbers of this shard's `count` examples among all, int32 [count]."""
+    own = jnp.arange(count)
+    return own + lax.axis_index(axes) * count if axes else own
+
+
+def score_distillation(
+    loss: Literal["margin_mse", "kl_divergence"],
+    scores: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    temperature: float,
+) -> jax.Array:
+    """Computes the error of scores against a teacher's: (sum, count).
+
+    `margin_mse` is the squared error of the differences between the first score and each other one
+    (Hofstätter et al. 2020); its count is that of differences. `kl_divergence` is the divergence of
+    the softmax over the texts of an example, times the squared temperature (Hinton et al. 2015);
+    its count is that of examples.
+
+    Args:
+      scores: float32 [E, N].
+      targets: scores of the teacher, float32 [E, N]; nan where an example has fewer texts.
+      weights: of the examples, float32 [E]; 0 for an unused row.
+      temperature: divisor of both scores.
+    """
+    is_text = jnp.isfinite(targets)
+    targets = jnp.where(is_text, targets, _EXCLUDED)
+    if loss == "margin_mse":
+        weights = weights[:, None] * is_text[:, 1:]
+        errors = (scores[:, :1] - scores[:, 1:]) - (targets[:, :1] - targets[:, 1:])
+        errors = jnp.square(jnp.where(is_text[:, 1:], errors, 0.0))
+    else:
+        scores = jnp.where(is_text, scores, _EXCLUDED)
+        log_target = jax.nn.log_softmax(targets / temperature)
+        gaps = log_target - jax.nn.log_softmax(scores / temperature)
+        errors = (jnp.exp(log_target) * gaps).sum(axis=1) * temperature**2
+    return jnp.stack([(weights * errors).sum(), weights.sum()])
+
+
+# --- sparse vectors, and vectors of tokens --------------------------------------------------------
+
+
+def pool_logits(logits: jax.Array, input_mask: jax.Array) -> jax.Array:
+    """Returns sparse vectors, log(1 + relu(maximum over tokens)) (Formal et al. 2021).
+
+    Maps the logits of masked LM, float32 [B, S, V], and `input_mask`, int32 [B, S], 0 for padding,
+    to float32 [B, V].
+    """
+    highest = jnp.where(input_mask[..., None] > 0, logits, 0.0).max(axis=1)
+    return jnp.log1p(jax.nn.relu(highest))
+
+
+def dot_products(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the dot products of all pairs: [N, D] and [M, D] -> float32 [N, M]."""
+    return jnp.matmul(a, b.T, preferred_element_type=jnp.float32)
+
+
+def flops_penalty(vectors: jax.Array, weights: jax.Array, axes: Axes = ()) -> jax.Array:
+    """Returns this shard's part of the penalty FLOPS (Paria et al. 2020), float32 [].
+
+    The penalty is the sum of the squared means of each of the V weights over the texts of all
+    shards. Texts with equal tokens are punished, since they must be compared.
+
+    Args:
+      vectors: float32 [B, V], at least 0.
+      weights: float32 [B], 0 excludes a text.
+      axes: the mesh axes over which texts are sharded.
+    """
+    count = _gather(weights.sum(keepdims=True), axes).sum()
+    own = weights @ vectors / jnp.maximum(count, 1.0)
+    return (own * _gather(own[None], axes).sum(axis=0)).sum()
+
+
+def project(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns the vectors of tokens, of length 1: [B, S, D] and [D, P] -> float32 [B, S, P]."""
+    return normalize(jnp.matmul(hidden.astype(jnp.float32), kernel))
+
+
+def max_similarities(
+    queries: tuple[jax.Array, jax.Array], texts: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Returns the score MaxSim of each text for each query (Khattab and Zaharia 2020).
+
+    It is the sum over the query's tokens of the largest dot product with a token of the text.
+    Queries are compared one after the other, forward and backward, so that the products of one
+    query with all texts are in memory.
+
+    Args:
+      queries: vectors float32 [N, S, D], and weights [N, S], 0 for tokens without a vector.
+      texts: the same, [M, T, D] and [M, T].
+
+    Returns:
+      float32 [N, M].
+    """
+    vectors, weights = texts
+
+    @jax.checkpoint
+    def score(query: tuple[jax.Array, jax.Array]) -> jax.Array:
+        products = jnp.einsum("sd,mtd->mst", query[0], vectors, preferred_element_type=jnp.float32)
+        products = jnp.where(weights[:, None] > 0, products, _EXCLUDED)
+        return products.max(axis=2) @ query[1]
+
+    return lax.map(score, queries)
 
 
 def cosine_loss(texts: Texts, scores: jax.Array) -> jax.Array:
@@ -127,7 +268,9 @@ def distillation_loss(
     errors = jnp.square(vectors - targets).sum(axis=-1)
     if geometry:
         all_vectors, all_targets, used = (_gather(x, axes) for x in (vectors, targets, weights))
-        differences = jnp.square(_cosines(vectors, all_vectors) - _cosines(targets, all_targets))
+        differences = jnp.square(
+            dot_products(vectors, all_vectors) - dot_products(targets, all_targets)
+        )
         errors = errors + geometry * (differences * used).sum(axis=1) / used.sum()
     return jnp.stack([(weights * errors).sum() / vectors.shape[1], weights.sum()])
 
@@ -135,10 +278,6 @@ def distillation_loss(
 def _gather(values: jax.Array, axes: Axes) -> jax.Array:
     """Returns the values of all shards in the order of the shards: [E, ...] -> [A, ...]."""
     return lax.all_gather(values, axes, tiled=True) if axes else values
-
-
-def _cosines(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b.T, preferred_element_type=jnp.float32)
 
 
 def _are_equal(keys: jax.Array, candidates: jax.Array) -> jax.Array:

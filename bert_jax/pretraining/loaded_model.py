@@ -282,8 +282,11 @@ class LoadedModel(Base):
         layers: Sequence[int] = (-1,),
         normalize: bool | None = None,
         role: TextRole = "document",
-    ) -> Floats:
-        """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
+    ) -> Any:
+        """Returns the vector of each text; see `embeddings.embed.Features`.
+
+        Dense vectors are float32 [texts, W]. A model of sparse vectors returns a `csr_array`
+        [texts, V], one of vectors of tokens `TokenVectors`, see `embeddings.forms`.
 
         Texts are truncated to the maximum length of the run or the base.
 
@@ -301,7 +304,9 @@ class LoadedModel(Base):
         features = Features(pooling=pooling, layers=tuple(layers), normalize=normalize)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
         parts = [part.vectors for part in embedder.embed(list_texts(texts), role)]
-        return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)
+        if not parts:
+            return np.empty((0, embedder.width), np.float32)
+        return embedder.form.concatenate(parts)
 
     def attention(self, text: str) -> tuple[list[str], Floats]:
         """Returns a text's tokens, with [CLS] and [SEP], and the attention between them.

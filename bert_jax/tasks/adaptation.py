@@ -28,18 +28,21 @@ Batches = list[tuple[np.ndarray, Batch]]  # from `eval_batches`
 def read_base(experiment: Finetuning) -> Base:
     """Reads the weights of the base that a task can use, onto the host.
 
-    These are `encoder`, and the part below the head or, for a decoder, `masked_lm`. The model has
-    the dropout rates and the compute type of `adapt`. The hash covers the weights, the tokenizer
-    and the pooling of a head; a run saves it to identify its base.
+    These are `encoder`, and the part below the head or, for a decoder and for sparse vectors, all
+    of `masked_lm`; and the `projection` of vectors of tokens. The model has the dropout rates and
+    the compute type of `adapt`. The hash covers the weights, the tokenizer and the pooling of a
+    head; a run saves it to identify its base.
     """
     if not experiment.init_from:
         raise InputError("--from: name a base or a run whose encoder is to be adapted")
     trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))
-    adapt, has_decoder = experiment.adapt, _has_decoder(experiment)
+    adapt, reads = experiment.adapt, experiment.task.spec.implementing_class.reads
+    has_whole_head = reads in ("decoder", "masked_lm")
     require_usable(trained.model, experiment, experiment.init_from)
-    names = {"encoder", "masked_lm" if has_decoder else part_below_head(trained.model, "pooled")}
+    names = {"encoder", "masked_lm" if has_whole_head else part_below_head(trained.model, "pooled")}
+    names |= {"projection"} & trained.params.keys()
     params = jax.device_get({name: trained.params[name] for name in sorted(names)})
-    if "masked_lm" in params and not has_decoder:
+    if "masked_lm" in params and not has_whole_head:
         for name in {"output_bias", "output"} & params["masked_lm"].keys():
             del params["masked_lm"][name]
     for name in adapt.lora_targets:
@@ -93,8 +96,7 @@ def base_params(base: Base, objective: TaskObjective) -> dict[str, Any]:
     """
     if objective.reads == "decoder":
         return base.params | {"decoder": {"layers": base.params["encoder"]["layers"]}}
-    part = part_below_head(objective.model, objective.reads, objective.adapt.features)
-    return {name: base.params[name] for name in ("encoder", part) if name}
+    return {name: base.params[name] for name in objective.base_parts if name in base.params}
 
 
 def frozen_params(
@@ -174,17 +176,19 @@ def run_rows(
     batches: Batches,
     rows: TaskRows,
     mesh: jax.sharding.Mesh,
-) -> list[np.ndarray]:
+    compress_output: Callable[[np.ndarray], Any] = lambda values: values,
+) -> list[Any]:
     """Returns the outputs of a program for each row, in the order of the rows.
 
     `run` maps a batch on the devices to float32 [B, O] or [B, S, O]. The outputs of a row of n
-    tokens are float32 [O] or [n, O].
+    tokens are float32 [O] or [n, O], from which `compress_output` makes what is kept.
     """
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))
     for (numbers, _), batch in zip(batches, placed, strict=True):
         for row, values in zip(numbers, jax.device_get(run(batch)), strict=False):
-            outputs[row] = values if values.ndim == 1 else values[: rows.lengths[row]]
+            values = values if values.ndim == 1 else values[: rows.lengths[row]]
+            outputs[row] = compress_output(values)
     return outputs
 
 
@@ -223,7 +227,7 @@ def compile_forward(
                 sums = sums + jax.device_get(measure(params, outputs, batch)["loss"])
             return outputs
 
-        outputs = run_rows(run, batches, rows, mesh)
+        outputs = run_rows(run, batches, rows, mesh, objective.compress_output)
         return outputs, float(sums[0] / sums[1]) if sums[1] else float("nan")
 
     return forward

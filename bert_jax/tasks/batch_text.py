@@ -38,7 +38,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     yield Text(
         f"step {done} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
     )
-    if kind.reads == "vectors":
+    if kind.task.spec.makes_vectors:
         yield from _similar_lines(batch, base.tokenizer, per_example, most)
         return
     assert rows is not None and isinstance(batches, TaskBatches)
@@ -57,7 +57,8 @@ def _similar_lines(batch: Batch, tokenizer: Tokenizer, count: int, most: int) ->
     """Yields the texts of similarity examples, each of which has `count` rows."""
     for row, ids in enumerate(batch["input_ids"][: most * count]):
         if row % count == 0:
-            score = f", to be {batch['scores'][row]:g}" if "scores" in batch else ""
+            scores = np.atleast_1d(batch["scores"][row]) if "scores" in batch else ()
+            score = f", to be {', '.join(f'{x:g}' for x in scores)}" if len(scores) else ""
             yield Text(f"\nexample {row // count} of the step{score}")
         token_ids = ids[batch["input_mask"][row] > 0]
         yield mark_tokens([printable(tokenizer.token(int(i))) for i in token_ids], {})

@@ -360,9 +360,9 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
     """Yields unlabelled examples: for a task of pairs, the texts A B C D are two examples.
 
-    For task.kind=rank they are one: a query and three texts. Questions are numbered from `first`.
+    For a kind that reads lists they are one: a query and three texts. `first` numbers questions.
     """
-    count = len(texts) if task.kind == "rank" else len(task.text_columns)
+    count = len(texts) if task.spec.reads_lists else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):
         yield parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
@@ -370,7 +370,7 @@ def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterato
 def parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
     """Returns the unlabelled example of given texts; `number` is that of a question."""
     columns = task.text_columns
-    has_more = task.kind == "rank" and len(texts) > len(columns)  # several texts for the query
+    has_more = task.spec.reads_lists and len(texts) > len(columns)  # several texts for the query
     if len(texts) != len(columns) and not has_more:
         raise InputError(
             f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {len(columns)}: "

@@ -200,7 +200,12 @@ class FinetunedModel(LoadedModel):
         """
         tuned = TaskModel(run, base, checkpoint)
         merged = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
-        params, fresh = heads.add_missing_heads(tuned.model, {"encoder": merged["encoder"]})
+        kept = {"encoder": merged["encoder"]}
+        if tuned.kind.reads == "masked_lm":
+            kept["masked_lm"] = merged["masked_lm"]
+        params, fresh = heads.add_missing_heads(tuned.model, kept)
+        if "projection" in merged:
+            params["projection"] = merged["projection"]
         return cls(
             tuned.model,
             params,
@@ -229,7 +234,7 @@ class FinetunedModel(LoadedModel):
         for position, example in enumerate(list_inputs(texts)):
             where = f"texts[{position}]"
             parts = list_texts(example, where)
-            if len(parts) != count and not (task.kind == "rank" and len(parts) > count):
+            if len(parts) != count and not (task.spec.reads_lists and len(parts) > count):
                 raise InputError(
                     f"{where}: has {pluralize(len(parts), 'text')}; "
                     f"task.kind={task.kind} takes {count}"

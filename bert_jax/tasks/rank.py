@@ -91,9 +91,7 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
     candidates = [text_of(text, f"text {i}", location) for i, text in enumerate(texts[1], 1)]
     if not labels:
         return Candidates(location, query, tuple(candidates), None)
-    scores = [label_number(x, f"score {i}", location) for i, x in enumerate(labels[0], 1)]
-    if len(scores) != len(candidates):
-        raise InputError(f"{location}: {len(candidates)} texts, but {len(scores)} scores")
+    scores = scores_from_cell(location, labels[0], len(candidates))
     if task.ranking_loss == "list_net" and len(scores) < 2:
         raise InputError(
             f"{location}: has one text, which list_net cannot compare with others; add texts, "
@@ -104,7 +102,15 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
             f"{location}: a score is not within 0 and 1, as task.ranking_loss="
             "binary_cross_entropy needs; scale the scores, or set task.ranking_loss=list_net"
         )
-    return Candidates(location, query, tuple(candidates), tuple(scores))
+    return Candidates(location, query, tuple(candidates), scores)
+
+
+def scores_from_cell(location: str, cell: list[Any], count: int) -> tuple[float, ...]:
+    """Returns the scores of the `count` texts of an example."""
+    scores = tuple(label_number(x, f"score {i}", location) for i, x in enumerate(cell, 1))
+    if len(scores) != count:
+        raise InputError(f"{location}: {count} texts, but {len(scores)} scores")
+    return scores
 
 
 class Rank(TaskKind):
@@ -172,6 +178,20 @@ class Rank(TaskKind):
     def inputs(self, example: Candidates) -> dict[str, Any]:
         return {"query": example.query}
 
+    def example_scores(
+        self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]
+    ) -> Iterator[np.ndarray]:
+        """Yields the scores of the texts of each example, without padding, float32 [texts]."""
+        logits = np.concatenate(outputs).reshape(len(examples), -1)
+        for example, row in zip(examples, logits, strict=True):
+            yield row[: len(example.candidates)]
+
+    def format_scores(self, scores: np.ndarray) -> np.ndarray:
+        """Returns scores as `predict` shows them, float64."""
+        if self.task.ranking_loss == "binary_cross_entropy":
+            return 1 / (1 + np.exp(-scores))
+        return scores
+
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]) -> Answers:
         """Returns the `ranking` of the texts of each example, the best first.
 
@@ -179,10 +199,9 @@ class Rank(TaskKind):
         `binary_cross_entropy` as a probability.
         """
         answers = []
-        for example, logits in zip(examples, _example_logits(outputs, examples), strict=True):
-            values = logits.astype(np.float64)
-            if self.task.ranking_loss == "binary_cross_entropy":
-                values = 1 / (1 + np.exp(-values))
+        all_scores = self.example_scores(outputs, rows, examples)
+        for example, logits in zip(examples, all_scores, strict=True):
+            values = self.format_scores(logits.astype(np.float64))
             order = np.argsort(-logits, kind="stable")
             answers.append(
                 {
@@ -197,7 +216,8 @@ class Rank(TaskKind):
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]) -> Scores:
         """Returns the means over queries; ties are broken against the model."""
         rankings = []
-        for example, logits in zip(examples, _example_logits(outputs, examples), strict=True):
+        all_scores = self.example_scores(outputs, rows, examples)
+        for example, logits in zip(examples, all_scores, strict=True):
             truth = np.array(example.scores)
             rankings.append(_scores(example, truth[np.lexsort((truth, -logits))]))
         return {
@@ -226,13 +246,6 @@ class Rank(TaskKind):
         main = self.task.main_score
         values = [_scores(example, example.scores or ())[main] for example in examples]
         return "BM25", float(np.mean(values))
-
-
-def _example_logits(outputs: Outputs, examples: Sequence[Candidates]) -> Iterator[np.ndarray]:
-    """Yields the logits of the texts of each example, without padding, float32 [texts]."""
-    logits = np.concatenate(outputs).reshape(len(examples), -1)
-    for example, row in zip(examples, logits, strict=True):
-        yield row[: len(example.candidates)]
 
 
 def _scores(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping[str, float]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax import nnx
 
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, TextVectors
@@ -44,6 +45,20 @@ from bert_jax.training import sharding
 
 _Examples = Sequence[Sentence | Passage]
 _SCALE_RULE = sharding.Rule("head/scale")
+
+
+def encode_texts(
+    encoder: nnx.Module, model: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the hidden states of each text, [B, S, D], and their mask, int32 [B, S].
+
+    Texts may share rows, see `embeddings.packing`.
+    """
+    ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
+    if "tokens" not in batch:
+        return encode(encoder, model, *ids, mask, noise, loop), mask
+    packed = Packing(batch["positions"], batch["tokens"], batch["places"])
+    return packed.unpack(encode(encoder, model, *ids, packed, noise, loop)), packed.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +99,7 @@ class SimilarObjective(TaskObjective):
         """Returns the vector of each row, float32 [B, D], of length 1."""
         params = merged_params(self.adapt, params, fixed)
         encoder = fill_params(params["encoder"], encoder_of(self.model).encoder, self.model)
-        ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-        if "tokens" in batch:  # texts share rows, see `embeddings.packing`
-            packed = Packing(batch["positions"], batch["tokens"], batch["places"])
-            hidden = packed.unpack(encode(encoder, self.model, *ids, packed, noise, loop))
-            mask = packed.mask
-        else:
-            hidden = encode(encoder, self.model, *ids, mask, noise, loop)
+        hidden, mask = encode_texts(encoder, self.model, batch, noise, loop)
         return similarity.normalize(similarity.pool(hidden, mask, self.text_vectors.pooling))
 
     predict = vectors
@@ -246,10 +255,7 @@ class Similar(TaskKind):
 
     def baseline(self, examples: _Examples) -> tuple[str, float] | None:
         """Returns the score of BM25 on a BEIR folder."""
-        if not isinstance(examples[0], Passage):
-            return None
-        by_name = retrieval.bm25_scores(cast(Sequence[Passage], examples))
-        return ("BM25", by_name[self.task.main_score]) if by_name else None
+        return retrieval.bm25_baseline(examples, self.task.main_score)
 
 
 def roles_of(example: Sentence | Passage) -> list[Role]:

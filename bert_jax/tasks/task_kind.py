@@ -159,6 +159,10 @@ class TaskKind:
         """Returns the kind of a trained run, with the `notes` of its checkpoint."""
         return cls(task, labels, base.tokenizer)
 
+    def make_validation_kind(self, task: Task) -> Self:
+        """Returns the kind of the validation examples of a training set of this kind."""
+        return type(self)(task, self.labels, self.tokenizer)
+
     def fitted(self, values: Mapping[str, Any]) -> Self:
         """Returns a copy that uses what an evaluation has fitted: for `span`, a threshold.
 
@@ -209,7 +213,7 @@ class TaskKind:
             part_scores = fitted.scores(selected, part.rows, part.examples)
             by_name[f"{main}/{part.name}"] = part_scores[main]
         score = by_name[main]
-        if self.reads == "vectors":  # the loss is not computed: a stand-in
+        if self.task.spec.makes_vectors:  # the loss is not computed: a stand-in
             loss = 1 - score
         return {"loss": loss, "score": score, "examples": len(examples), **by_name}
 
@@ -323,7 +327,7 @@ def read_data(experiment: Finetuning, base: Base, tallies: Mapping[str, Tally]) 
     task = training.kind.task.with_fields(negative_column="")  # only training has negatives
     validation = examples_lib.read(task, task.validation, "labelled", tallies["validation"])
     examples_lib.require_known_labels(labels, validation)
-    kind, weights = implementation(task, labels, base.tokenizer), ()
+    kind, weights = training.kind.make_validation_kind(task), ()
     if experiment.class_weights == "balanced" and training.rows is not None:
         weights = balanced_weights(training.rows, len(labels))
     parts = {"train": training.examples, "validation": validation}

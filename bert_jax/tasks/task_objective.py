@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from bert_jax.config import Adapt, Features, Model
@@ -28,8 +29,9 @@ from bert_jax.training.sharding import Rule
 Batch = dict[str, jax.Array]
 Tree = dict[str, Any]
 # Input of a task's head: the pooled output of a text, or the output of each token. `decoder` is a
-# decoder instead of a head; `vectors` are compared without a head.
-Reads = Literal["pooled", "tokens", "decoder", "vectors"]
+# decoder instead of a head; `vectors` are compared without a head, and so are the logits of the
+# whole masked LM (`masked_lm`).
+Reads = Literal["pooled", "tokens", "decoder", "vectors", "masked_lm"]
 # Targets of a head: a label for each target, a number, or the first and last token of a span.
 Learns = Literal["labels", "numbers", "places"]
 
@@ -43,10 +45,12 @@ def part_below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
     """Returns the name of the pre-trained part between the encoder and the head; "" for none.
 
     It is `pooler` as in BERT, or `masked_lm` without its output layer as in ModernBERT. With
-    `features` a tagger replaces it.
+    `features` a tagger replaces it. Sparse vectors have all of `masked_lm` and no head.
     """
     if features:
         return ""
+    if reads == "masked_lm":
+        return "masked_lm"
     if cfg.kind == "modern":
         return "masked_lm" if reads in ("pooled", "tokens") else ""
     return "pooler" if reads == "pooled" else ""
@@ -235,6 +239,12 @@ class TaskObjective:
         return [HEAD_RULE, *rules, *part_rules, *[_LORA_RULE] * lora]
 
     @property
+    def base_parts(self) -> tuple[str, ...]:
+        """Names of the parts of a base that the model contains."""
+        part = part_below_head(self.model, self.reads, self.adapt.features)
+        return ("encoder", part) if part else ("encoder",)
+
+    @property
     def notes(self) -> dict[str, Any]:
         """Metadata for checkpoints, as JSON."""
         return {}
@@ -297,6 +307,10 @@ class TaskObjective:
     ) -> jax.Array:
         """Returns the outputs of each row for `TaskKind.answers`, by default the logits."""
         return self.logits(params, fixed, batch, noise, loop)
+
+    def compress_output(self, values: np.ndarray) -> Any:
+        """Returns the result of `predict` for one row as `run_rows` keeps it."""
+        return values
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop

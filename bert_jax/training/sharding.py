@@ -115,6 +115,12 @@ def pretraining_rules(model: Model) -> Sequence[Rule]:
     return (*encoder_rules(model), *HEADS[model.kind], *own)
 
 
+def masked_lm_rules(model: Model) -> Sequence[Rule]:
+    """Returns the rules of an encoder and the masked-LM head."""
+    own = [_OUTPUT_TABLE] * (model.output_table == "own")
+    return (*encoder_rules(model), *_MASKED_LM[model.kind], _OUTPUT_BIAS, *own)
+
+
 def generator_rules(model: Model) -> Sequence[Rule]:
     """Returns the rules of a model that generates text: an encoder, its decoder, and their head.
 

@@ -7,10 +7,12 @@ import types
 import broken
 import numpy as np
 import pytest
+from scipy.sparse import csr_array
 
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.embeddings import search
 from bert_jax.embeddings.embed import Embedded, Features
+from bert_jax.embeddings.forms import FORMS, TokenVectors
 from bert_jax.errors import InputError
 
 MODEL = types.SimpleNamespace(
@@ -25,6 +27,7 @@ class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
     width, max_length, features, cut = 26, 9, Features(normalize=True), 0
+    form, form_name = FORMS["dense"], "dense"
 
     def __init__(self):
         self.given, self.roles = [], []
@@ -41,11 +44,33 @@ class Letters:
             self.given.append(text)
             self.roles.append(role)
             counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
-            yield Embedded((counts / np.linalg.norm(counts))[None], None, np.ones(1))
+            yield Embedded(self.shape(counts / np.linalg.norm(counts)), None, np.ones(1))
+
+    def shape(self, vector):
+        return vector[None]
 
 
-def index_of(tmp_path, embedder, model=MODEL, cut="beginning"):
-    path = tmp_path / "texts.txt"
+class SparseLetters(Letters):
+    """The same as sparse vectors."""
+
+    form, form_name = FORMS["sparse"], "sparse"
+
+    def shape(self, vector):
+        return csr_array(vector[None])
+
+
+class TokenLetters(Letters):
+    """A vector for each different letter, whose lengths are the counts."""
+
+    form, form_name = FORMS["multi_vector"], "multi_vector"
+
+    def shape(self, vector):
+        (found,) = np.nonzero(vector)
+        return TokenVectors(np.diag(vector)[found], np.array([len(found)]))
+
+
+def index_of(tmp_path, embedder, model=MODEL, cut="beginning", path=None):
+    path = (path or tmp_path) / "texts.txt"
     return search.Index(str(path), tmp_path / "vectors", model, embedder, lambda line: None, cut)
 
 
@@ -86,15 +111,51 @@ def test_each_passage_of_a_text_is_a_text(tmp_path):
     assert [answer.line for answer in answers] == [2, 1, 3]
 
 
-@pytest.mark.parametrize(("name", "left"), [("keys", 20), ("vectors", 26 * 4 + 3), ("keys", 0)])
-def test_what_a_kill_cut_off_is_embedded_again(name, left, tmp_path):
+@pytest.mark.parametrize(
+    ("embedder", "name", "left"),
+    [
+        (Letters, "keys", 20),
+        (Letters, "vectors", 26 * 4 + 3),
+        (Letters, "keys", 0),
+        (SparseLetters, "keys", 20),
+        (SparseLetters, "ends", 15),
+        (SparseLetters, "vectors", 3 * 8 + 3),
+        (TokenLetters, "vectors", 5 * 26 * 4 + 3),
+        (TokenLetters, "keys", 0),
+    ],
+)
+def test_what_a_kill_cut_off_is_embedded_again(embedder, name, left, tmp_path):
     write(tmp_path, "abc", "xyz", "aab")
-    expected = index_of(tmp_path, Letters()).nearest(["ab"], 3)
+    expected = index_of(tmp_path, embedder()).nearest(["ab"], 3)
     with (tmp_path / "vectors" / name).open("r+b") as file:
         file.truncate(left)
-    again = Letters()
+    again = embedder()
     assert index_of(tmp_path, again).nearest(["ab"], 3) == expected
     assert again.given[:-1] == ["abc", "xyz", "aab"][bool(left) :]
+
+
+@pytest.mark.parametrize("embedder", [SparseLetters, TokenLetters])
+def test_other_forms_find_what_dense_vectors_find(embedder, tmp_path):
+    """Texts without equal letters share no token, so that each form has the same scores."""
+    write(tmp_path, "abc", "xyz", "aab", "m")
+    found = index_of(tmp_path, embedder()).nearest(["ab", "zm"], 9)
+    expected = index_of(tmp_path / "dense", Letters(), path=tmp_path).nearest(["ab", "zm"], 9)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [hit.line for hit in ours] == [hit.line for hit in theirs]
+        scores = [[hit.score for hit in hits] for hits in (ours, theirs)]
+        np.testing.assert_allclose(*scores, rtol=1e-6)
+
+
+@pytest.mark.parametrize("embedder", [Letters, SparseLetters, TokenLetters])
+def test_one_text_is_found_and_a_stored_number_that_is_none_is_named(embedder, tmp_path):
+    write(tmp_path, "abc")
+    index = index_of(tmp_path, embedder())
+    assert [[hit.line for hit in hits] for hits in index.nearest(["ab"], 9)] == [[1]]
+    with (tmp_path / "vectors" / "vectors").open("r+b") as file:
+        file.seek(4 if embedder is SparseLetters else 0)
+        file.write(np.float32(np.nan).tobytes())
+    with pytest.raises(InputError, match=r"vectors/vectors: .*not finite"):
+        index.nearest(["ab"], 9)
 
 
 def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):

@@ -1,0 +1,1 @@
+"""The kinds of tasks whose vectors of queries and of texts are compared by a score."""

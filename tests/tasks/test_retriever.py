@@ -1,0 +1,194 @@
+"""The kinds `sparse` and `multi_vector` against sentence-transformers (`make_retriever.py`)."""
+
+import dataclasses
+import functools
+import pathlib
+
+import hf_folder
+import jax
+import kinds
+import numpy as np
+import pytest
+import samples
+from jax.sharding import PartitionSpec
+
+from bert_jax.checkpoints.base import Base
+from bert_jax.config import (
+    Adapt,
+    Finetuning,
+    MultiVectors,
+    Optimizer,
+    Parallelism,
+    SparseVectors,
+    Task,
+)
+from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.forms import FORMS
+from bert_jax.interop import huggingface, weights
+from bert_jax.tasks.examples import Candidates
+from bert_jax.tasks.retrievers.sparse import SparseObjective
+from bert_jax.training import gradients, sharding, step
+from bert_jax.training import mesh as mesh_lib
+
+GOLDEN = np.load(pathlib.Path(__file__).with_name("retriever.npz"))
+VOCAB = [*hf_folder.VOCAB[:5], ".", "?", *(f"w{i}" for i in range(7, hf_folder.PIECES))]
+LOSSES = ("contrastive", "margin_mse", "kl_divergence")
+NAMES = {"sparse": SparseVectors, "multi_vector": MultiVectors}
+CASES = [(kind, loss) for kind in NAMES for loss in LOSSES]
+OWN = {
+    "sparse": {"query_penalty": 0.02, "document_penalty": 0.01},
+    "multi_vector": {"query_length": 8, "width": 12},
+}
+
+
+def finetuning(kind, loss="contrastive", **fields):
+    """As in `make_retriever.py`: prompts, lengths, weights of penalties."""
+    task = Task(
+        kind=kind,
+        train=("jsonl:x",),
+        validation=("beir:x:test",),
+        second_column="texts",
+        max_sequence_length=24,
+        query_prefix="w20 ",
+        text_prefix="w21 w22 ",
+    )
+    temperature = 1.5 if loss == "kl_divergence" else 1.0
+    how = NAMES[kind](loss=loss, temperature=temperature, **OWN[kind])
+    return Finetuning(name="x", task=task, batch_size=4, **{kind: how}, **fields)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Base:
+    """The model of the golden file, without dropout, with the projection of vectors of tokens."""
+    folder = tmp_path_factory.mktemp("golden") / "model"
+    read = huggingface.read_folder(hf_folder.write(folder, vocab=VOCAB), lambda line: None)
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    read.model = dataclasses.replace(read.model, **rates)
+    bias = read.params["masked_lm"]["output_bias"]
+    bias[: hf_folder.PIECES] -= 0.5  # as in `make_retriever.py`
+    read.params["projection"] = {"kernel": GOLDEN["projection"]}
+    return read
+
+
+def examples(kind, base, loss="contrastive"):
+    """The kind and its rows of all examples of the golden file."""
+    how = finetuning(kind, loss)
+    implementation = how.task.spec.implementing_class
+    made = implementation(how.task, (), base.tokenizer, implementation.vectors_of(how, base))
+    lists = [
+        Candidates("f:1", str(query), tuple(map(str, documents)), tuple(map(float, scores)))
+        for query, documents, scores in zip(
+            GOLDEN["queries"], GOLDEN["documents"], GOLDEN["teacher"], strict=True
+        )
+    ]
+    return made, lists
+
+
+def gradient_of(kind, loss, base, devices, accumulation=1):
+    """The loss and the gradient of a step on a mesh, as training computes them."""
+    made, lists = examples(kind, base, loss)
+    rows = made.rows(lists)
+    made.rows_per_example = rows.rows_per_example
+    objective = made.make_objective(finetuning(kind, loss, adapt=Adapt(**no_dropout())), base)
+    parallelism = Parallelism(accumulation=accumulation)
+    mesh = samples.mesh_of(devices, parallelism)
+    batch = rows.batch(np.arange(len(rows.ids)), 32, base.tokenizer.pad_id)
+    batch |= {"row_weights": np.ones(len(rows.ids), np.float32)}
+    batch |= {"rows": np.arange(len(rows.ids), dtype=np.uint32)}
+    batch["penalty_share"] = np.ones(len(rows.ids), np.float32)
+    params = {name: base.params[name] for name in objective.base_parts}
+    shapes = jax.eval_shape(lambda: params)
+    partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
+    spec = step.StepSpec(objective, Optimizer(), parallelism, accumulation, mesh)
+
+    def shard(params, batch):
+        key = jax.random.key(0)
+        return gradients.ShardGradient(spec, partition).gradients(params, None, 0, batch, key)
+
+    specs = PartitionSpec(), mesh_lib.batch_spec(mesh)
+    run = mesh_lib.map_shards(shard, mesh, specs, PartitionSpec())
+    gradient, metrics = jax.jit(run)(params, batch)
+    return jax.device_get(gradient), metrics["loss"][0] / metrics["loss"][1], params
+
+
+def no_dropout():
+    return dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+
+
+@functools.cache
+def tensors_of(kind):
+    return [name.split("/", 1)[1] for name in GOLDEN if name.startswith(f"{kind}_contrastive/")]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("kind", "loss"), CASES)
+def test_losses_and_gradients_equal_those_of_sentence_transformers(kind, loss, devices, base):
+    gradient, value, _ = gradient_of(kind, loss, base, devices)
+    assert value == pytest.approx(float(GOLDEN[f"{kind}_{loss}"]), rel=1e-6)
+    named = {"projection": gradient.pop("projection", {}).get("kernel")}
+    heads = {name: base.params[name] for name in ("pooler", "masked_lm", "next_sentence")}
+    named |= weights.export_tensors(heads | gradient, base.model, "BertForPreTraining")
+    for name in tensors_of(kind):
+        expected = GOLDEN[f"{kind}_{loss}/{name}"]
+        error = np.linalg.norm(named[name][: len(expected)] - expected)
+        # Twice the rounding that remains where the loss is compared alone.
+        assert error < 2e-6 * max(np.linalg.norm(expected), 1), name
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_given_sparse_vectors_equal_those_of_sentence_transformers(loss, devices):
+    vectors = GOLDEN["given"]
+    count, texts, width = vectors.shape
+    how = SparseVectors(loss=loss, temperature=1.5 if loss[0] == "k" else 1.0, **OWN["sparse"])
+    objective = SparseObjective(kinds.MODEL, "numbers", "masked_lm", 0, texts, Adapt(), how=how)
+    batch = {
+        "keys": np.arange(1, 1 + count * texts, dtype=np.uint32),
+        "row_weights": np.ones(count * texts, np.float32),
+        "penalty_share": np.ones(count * texts, np.float32),
+        "scores": np.repeat(GOLDEN["teacher"], texts, axis=0),
+    }
+
+    mesh = samples.mesh_of(devices, Parallelism())
+    rows, axes = mesh_lib.batch_spec(mesh), mesh_lib.batch_axes(mesh)
+
+    def shard(vectors, batch):
+        counts = jax.lax.psum(objective.counts(batch), axes)
+
+        def value_of(vectors):
+            return objective.loss(objective.compare(vectors, {}, None, batch, None, None), counts)
+
+        value, gradient = jax.value_and_grad(value_of)(vectors)
+        return jax.lax.psum(value, axes), gradient
+
+    run = mesh_lib.map_shards(shard, mesh, (rows, rows), (PartitionSpec(), rows))
+    value, gradient = jax.jit(run)(vectors.reshape(-1, width), batch)
+    assert value == pytest.approx(float(GOLDEN[f"given_{loss}"]), rel=1e-6)
+    expected = GOLDEN[f"given_{loss}/vectors"].reshape(-1, width)
+    np.testing.assert_allclose(gradient, expected, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_cached_gradients_are_those_of_the_whole_batch(kind, base):
+    cached, value, _ = gradient_of(kind, "contrastive", base, 2, accumulation=2)
+    whole, expected, _ = gradient_of(kind, "contrastive", base, 1)
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(cached), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6 * max(np.abs(theirs).max(), 1))
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_scores_equal_those_of_sentence_transformers(kind, base):
+    """As `embed` and `search` compute them."""
+    implementation = finetuning(kind).task.spec.implementing_class
+    vectors = implementation.vectors_of(finetuning(kind), base)
+    model = dataclasses.replace(base, vectors=vectors)
+    embedder = Embedder(model, Features(normalize=True), samples.mesh_of(1, Parallelism()))
+    texts = {"query": GOLDEN["queries"], "document": GOLDEN["documents"].reshape(-1)}
+    parts = {
+        role: FORMS[kind].concatenate([p.vectors for p in embedder.embed(map(str, some), role)])
+        for role, some in texts.items()
+    }
+    scores = FORMS[kind].score(parts["query"], parts["document"])
+    expected = GOLDEN[f"{kind}_scores"]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
