@@ -214,7 +214,7 @@ class Peers:
         try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process failed first
                 self._set("failure", json.dumps(failure))
-            failure = json.loads(self._get_once("failure", _WATCH_POLL_MS))  # it is set
+            failure = json.loads(self._get_once("failure", _WATCH_POLL_MS))  # set by now
         except jax.errors.JaxRuntimeError:
             pass  # the coordinator is gone as well
         self._end(failure)
@@ -252,7 +252,7 @@ class Peers:
         self._barrier_uses[name] += 1  # a key of the store can be set only once
         key = f"{name}, {self._barrier_uses[name]}" if self._barrier_uses[name] > 1 else name
         self._set(f"{key}/{self.number}", message)
-        # Process 0 may arrive up to one limit after the others, so that these wait longer.
+        # Process 0 may arrive one limit after the others, so that they wait one limit longer.
         start = time.monotonic()
         if self.is_primary:
             deadline = None if limit is None else start + 2 * limit
@@ -315,7 +315,7 @@ class Peers:
                     self._get_once(f"left/{number}", round(seconds_left * 1000) + 1)
                 time.sleep(0.2)  # until the last of them has exited
             else:
-                self._set(f"left/{self.number}", "")
+                self._set(f"left/{self.number}", "")  # this process has read the failure
         with contextlib.suppress(Exception):
             self._clean_up()  # last, because the main thread may still be writing files
         sys.stdout.flush()

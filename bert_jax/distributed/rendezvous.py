@@ -232,8 +232,8 @@ class RendezvousServer:
         """Returns the complete slices that do not train."""
         return [n for n in self._arrivals.complete_slices() if n not in self._proposal["slices"]]
 
-    def describe_missing(self) -> str:
-        """Returns which processes of this slice are missing, or else "other slices"."""
+    def find_missing(self) -> str:
+        """Returns which processes of this slice are missing; if none is, "other slices"."""
         first = self._process.number
         expected = {*range(first, first + self._arrivals.policy.processes_per_slice)}
         missing = sorted(expected - self._arrivals.arrived.keys())
@@ -420,7 +420,7 @@ def _wait_for_start(
         try:
             connection, message = client.messages.get(timeout=timeout)
         except queue.Empty:
-            missing = "" if server is None else f" ({server.describe_missing()} did not arrive)"
+            missing = "" if server is None else f" ({server.find_missing()} did not arrive)"
             event = f"enough slices of {process.address}{missing}"
             if accepted is not None:
                 event = "all processes of the chosen slices to accept the start"

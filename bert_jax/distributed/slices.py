@@ -73,7 +73,7 @@ class Arrivals:
             return ()
         count = self.policy.largest_usable(len(complete))
         if len(complete) == self.policy.slice_count:
-            # If no number is usable, the run starts with all slices and explains its error.
+            # If no number is usable, the run starts anyway, and a later check reports the reason.
             return tuple(complete)[:count] if count else tuple(complete)
         if now - min(complete.values()) < self.policy.wait_seconds:
             return ()
@@ -83,7 +83,7 @@ class Arrivals:
 def restart_pays_off(
     policy: SlicePolicy, active_count: int, waiting_count: int, seconds_to_stop: float, cost: float
 ) -> bool:
-    """Returns whether a restart with the waiting slices now gives more steps than going on.
+    """Returns whether a restart with the waiting slices now gives more steps than training on.
 
     In `seconds_to_stop` the run would stop anyway. A restart takes `cost` seconds without steps.
     """
@@ -97,13 +97,13 @@ def adapt_experiment(
     """Returns the experiment for `active_count` of its `slice_count` slices; None if impossible.
 
     Batches stay the same. Each device's micro-batch stays as large as on all slices, or becomes
-    smaller to divide the batch. Each slice splits its rows of a batch into `shards_per_slice`.
+    smaller to divide the batch. A slice splits its rows of a batch into `shards_per_slice` shards.
     """
     if active_count == slice_count:
         return experiment
     placement, optimizer = experiment.parallelism, experiment.optimizer
     shards, mesh_slices = active_count * shards_per_slice, placement.slices
-    if mesh_slices > 1:  # the setting may be another number than `slice_count`
+    if mesh_slices > 1:  # shrinks in proportion; it may be another number than `slice_count`
         mesh_slices, remainder = divmod(mesh_slices * active_count, slice_count)
         if remainder:
             return None
@@ -113,6 +113,7 @@ def adapt_experiment(
     accumulation = []
     for number, phase in enumerate(experiment.phases):
         micro_batches = placement.accumulation_of(number)
+        # Rows of a micro-batch of a shard on all slices, then rows of a batch of a shard on these.
         max_rows = phase.batch_size // (slice_count * shards_per_slice * micro_batches)
         rows, remainder = divmod(phase.batch_size, shards)
         if remainder or not max_rows:
