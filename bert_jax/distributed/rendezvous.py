@@ -126,7 +126,7 @@ def _collect_reports(process: ProcessInfo, address: Address, limit: float) -> tu
                     number, count, host = json.loads(ready.recv_bytes(_MAX_MESSAGE_BYTES))
                     number = int(number)
                 except (OSError, EOFError, ValueError, TypeError):
-                    # The process has ended, or is not of a run.
+                    # The process has ended, or the sender is no process of a run.
                     hosts.pop(process_numbers.pop(ready), None)
                     ready.close()
                     continue
@@ -257,7 +257,7 @@ class RendezvousServer:
                     try:
                         self._receive(ready, *json.loads(ready.recv_bytes(_MAX_MESSAGE_BYTES)))
                     except (OSError, EOFError, LookupError, ValueError, TypeError):
-                        # The process has ended, or it is no process of the run.
+                        # The process has ended, or the sender is no process of the run.
                         self._arrivals.remove(self._process_numbers.pop(ready, -1))
                         ready.close()
                 chosen = () if self._proposal else self._arrivals.choose_slices(time.monotonic())

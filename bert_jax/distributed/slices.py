@@ -24,7 +24,7 @@ _LAUNCH_SECONDS = 90.0
 
 @dataclasses.dataclass(frozen=True)
 class SlicePolicy:
-    """How many slices a run is configured for, and for how long a start waits for them."""
+    """The number of slices of a run, and for how long a start waits for them."""
 
     slice_count: int  # slices that the run is configured for
     processes_per_slice: int
