@@ -85,7 +85,7 @@ class Month:
         self.random, self.end = random.Random(seed), days * DAY
         shards = HOSTS * chips
         fits = functools.cache(
-            lambda n: slices.fit_to_slices(of(rows), n, BOOKED, shards) is not None
+            lambda n: slices.adapt_experiment(of(rows), n, BOOKED, shards) is not None
         )
         self.terms = SlicePolicy(BOOKED, HOSTS, wait, 900.0, fits)
         self.every = 1 / (A_CHIP * BOOKED * shards * factor)  # seconds from failure to failure
@@ -187,7 +187,7 @@ class Month:
             compiled = 0.0
             waiting = [one for one in self._here(now) if one not in taken]
             counts, ever = (len(taken), len(waiting)), 10**9  # the run is longer than the month
-            if waiting and slices.is_due(self.terms, *counts, self.lines, now, ever):
+            if waiting and slices.should_restart(self.terms, *counts, self.lines, now, ever):
                 self.lines.append({"kind": "end", "for_slices": waiting})
                 self.count[JOIN] += 1
                 self.lost[JOIN, "stop and start"] += END

@@ -99,8 +99,8 @@ def hash_devices_only() -> None:
 
 
 @contextlib.contextmanager
-def restore_operation_ids() -> Iterator[None]:
-    """Restores Orbax's counter of operations on exit; no public name reads or sets it."""
+def preserve_operation_ids() -> Iterator[None]:
+    """Leaves Orbax's counter of operations as on entry; no public name reads or sets it."""
     from orbax.checkpoint._src.futures import synchronization
 
     generator = synchronization.OperationIdGenerator

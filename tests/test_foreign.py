@@ -122,7 +122,7 @@ def test_operations_are_not_counted():
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
     before = OperationIdGenerator.next_operation_id()
-    with pytest.raises(KeyError), foreign.restore_operation_ids():
+    with pytest.raises(KeyError), foreign.preserve_operation_ids():
         OperationIdGenerator.next_operation_id()
         raise KeyError
     assert OperationIdGenerator.get_current_operation_id() == str(before)

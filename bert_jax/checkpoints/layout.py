@@ -4,10 +4,10 @@
     W/checkpoints/STEP.orbax-checkpoint-tmp/    a checkpoint that is being written or deleted
     W/checkpoints/damaged-STEP/                 a checkpoint that was found to be damaged
 
-A checkpoint is the state of training.step and some JSON, its metadata: the experiment, the
-environment, and the sums of metrics since the last line of metrics.jsonl, so that a resumed run
-writes the same lines as one without interruption. The metadata also hold a checksum of every array,
-which is the same on any mesh, and one of themselves, since Orbax does not detect a flipped bit.
+A checkpoint is the training state (`training.step.State`) and its metadata, in JSON: the
+experiment, the environment, and the sums of metrics since the last line of metrics.jsonl, so that a
+resumed run writes the same lines as one without interruption. Orbax does not detect a flipped bit:
+the metadata also have a checksum of every array, the same on any mesh, and one of the metadata.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class CheckpointFolder:
 
     def __init__(self, path: epath.Path):
         self.path, self._storage = path, storage_of(path)
-        self._may_wait = False  # whether a bucket has granted access before
+        self._had_access = False  # whether a bucket has granted access before
 
     def cache_reads(self) -> contextlib.AbstractContextManager[None]:
         """Caches reads of the folder in a bucket; nothing may change it inside the context."""
@@ -60,7 +60,6 @@ class CheckpointFolder:
     @property
     def steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, newest first; some may be damaged."""
-
         return self.retry(lambda: list_steps(self.path))
 
     def step_path(self, step: int) -> epath.Path:
@@ -69,16 +68,16 @@ class CheckpointFolder:
 
     def retry(self, work: Callable[[], T]) -> T:
         """Calls `work`, which uses the folder, and retries it after transient errors."""
-        with translate_os_errors(self.path), patient_orbax(self.path):
-            # A denial after a success is an expired token of a bucket.
-            denied = "wait" if self._may_wait else "refuse"
+        with translate_os_errors(self.path), retry_orbax_requests(self.path):
+            # Once access has worked, a denial means that a token has expired: wait for a new one.
+            denied = "wait" if self._had_access else "refuse"
             result = retry.call_with_retries(work, str(self.path), denied=denied)
-        self._may_wait = self._storage.is_bucket
+        self._had_access = self._storage.is_bucket
         return result
 
     @contextlib.contextmanager
     def translate_write_errors(self) -> Iterator[None]:
-        """Raises Unavailable for any error of a save or a rename in a bucket.
+        """Raises Unavailable instead of any error of a save or a rename in a bucket.
 
         Such an error is transient: the run has tested its access at the start, and no other program
         writes there. A corrupt response or a stale listing raises errors of many types.
@@ -105,7 +104,8 @@ class CheckpointFolder:
             while target.exists():  # an earlier attempt in a bucket may have moved a part of it
                 number += 1
                 target = self.path / f"{DAMAGED_PREFIX}{step}-{number}"
-            with self.translate_write_errors():  # it may have succeeded in spite of an error
+            # If this succeeds in spite of an error, the next attempt finds no folder.
+            with self.translate_write_errors():
                 folder.rename(target)
             if self._storage.is_bucket:  # Orbax deletes folders without this file as unfinished
                 (target / _COMMITTED).write_text("")
@@ -114,7 +114,7 @@ class CheckpointFolder:
         return self.retry(rename)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint; after a kill it is still complete, or counts as incomplete."""
+        """Deletes a checkpoint; if the process is killed, it is either intact or incomplete."""
         folder, renamed = self.step_path(step), self.path / f"{step}{_UNFINISHED}"
 
         def rename_and_delete() -> None:
@@ -127,12 +127,15 @@ class CheckpointFolder:
         self.retry(rename_and_delete)
 
     def delete_unfinished(self) -> None:
-        """Deletes incomplete checkpoints; nothing may be saving meanwhile. Ignores errors."""
-        # Orbax does this when a save starts; but that save may need the space.
-        with contextlib.suppress(Exception), patient_orbax(self.path):
+        """Deletes incomplete checkpoints, and the folder if it is empty then; ignores errors.
+
+        No save may be running. Orbax does this as well, but when a save starts, which is too late
+        if that save needs the space.
+        """
+        with contextlib.suppress(Exception), retry_orbax_requests(self.path):
             for path in self.path.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
-            self.path.rmdir()  # fails, which is ignored, unless the folder is empty
+            self.path.rmdir()  # raises an error, which is ignored, unless the folder is empty
 
 
 def orbax_settings() -> ocp.Context:
@@ -145,21 +148,21 @@ def orbax_settings() -> ocp.Context:
     return settings
 
 
-def patient_orbax(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+def retry_orbax_requests(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
     """Makes Orbax retry requests to a bucket while entered; no change for a local folder."""
     if not storage_of(folder).is_bucket:
         return contextlib.nullcontext()
-    return foreign.use_bucket_client(_patient_files)
+    return foreign.use_bucket_client(_retrying_file_system)
 
 
 @functools.cache
-def _patient_files() -> Any:
+def _retrying_file_system() -> Any:
     from bert_jax.storage.gcs import PatientFileSystem
 
-    # No cache: lists must show new objects of other processes. etils needs the last argument.
+    # No cache: lists must show new objects of other processes. etils requires finalize_on_close.
     return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
 
 
 def hash_json(metadata: dict[str, Any]) -> str:
-    """Returns a checksum of a checkpoint's metadata, which hold the checksums of its arrays."""
+    """Returns a checksum of a checkpoint's metadata, which have the checksums of its arrays."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()

@@ -29,20 +29,21 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
 
 T = TypeVar("T")
-Saved = TypeVar("Saved", bound=Section)
+SectionT = TypeVar("SectionT", bound=Section)
+# Errors that do not mean that a checkpoint is damaged.
 _NO_DAMAGE = (InputError, Unavailable, MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-# A barrier of all processes: takes its name and the error of this process ("" for none), and
-# returns the first error of all. Processes pass it before they compute something together.
+# A barrier: called with its name and the error of this process ("" for none), returns the first
+# error of all processes. They call it before a computation in which each waits for all others.
 ExchangeErrors = Callable[[str, str], str]
 
 
 @dataclasses.dataclass
 class Restored:
-    """The content of a checkpoint, or of the initial state at step 0, which has no checkpoint."""
+    """The content of a checkpoint, or the initial state at step 0, which has no checkpoint."""
 
     step: int  # steps done
     state: Any  # the requested part of the state
-    metadata: dict[str, Any]  # the JSON that was saved with the state
+    metadata: dict[str, Any]  # saved with the state; see `layout`
     damaged: dict[int, str]  # newer checkpoints that cannot be used: {step: reason}
 
 
@@ -58,7 +59,7 @@ class Checkpoints:
         return self.folder.steps
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the JSON that was saved with the state; raises the errors of `restore`."""
+        """Returns the metadata of a checkpoint; raises the errors of `restore`."""
 
         def read(path: epath.Path) -> dict[str, Any]:
             metadata = dict(typing.cast("dict[str, Any]", ocp.metadata(path).custom_metadata))
@@ -66,16 +67,16 @@ class Checkpoints:
             if version != 1 and checksum != layout.hash_json(metadata):  # version 1 had none
                 raise ValueError("its metadata were changed")
             if version == layout.FORMAT_VERSION and metadata["step"] != step:
-                raise ValueError(f"it is of step {metadata['step']}")
+                raise ValueError(f"its metadata are of step {metadata['step']}")
             return metadata
 
-        metadata, known = self._read(step, read), layout.FORMAT_VERSION
-        if (version := metadata["format_version"]) != known:
-            remedy = f"this version reads {known}; use the bert-jax that wrote it"
+        metadata = self._read(step, read)
+        if (version := metadata["format_version"]) != layout.FORMAT_VERSION:
+            remedy = f"this version reads {layout.FORMAT_VERSION}; use the bert-jax that wrote it"
             raise InputError(f"{self.folder.step_path(step)}: format_version {version!r}, {remedy}")
         return metadata
 
-    def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
+    def experiment(self, step: int, kind: type[SectionT] = Experiment) -> SectionT:
         """Returns the experiment of a checkpoint, an `Experiment` or another `kind` of section."""
         text = json.dumps(self.metadata(step)["experiment"])
         return config.from_json(text, f"{self.folder.step_path(step)}", kind)
@@ -109,8 +110,8 @@ class Checkpoints:
         if which.isdecimal() and int(which) in steps:
             return int(which)
         raise InputError(
-            f"--checkpoint {which}: {self.folder.path} has none of this step or name; there are "
-            f"{', '.join(map(str, steps))}, of which {len(evaluated)} were evaluated"
+            f"--checkpoint {which}: {self.folder.path} has no such checkpoint; it has those of "
+            f"steps {', '.join(map(str, steps))}, of which {len(evaluated)} were evaluated"
         )
 
     def abstract_state(self, step: int, sharding: jax.sharding.Sharding) -> Any:
@@ -120,7 +121,7 @@ class Checkpoints:
         def read(path: epath.Path) -> Any:
             tree = ocp.metadata(path).metadata
             if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
-                raise ValueError("it lists other arrays than were saved")
+                raise ValueError("it lists other arrays than its metadata")
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
             )
@@ -128,7 +129,7 @@ class Checkpoints:
         return self._read(step, read)
 
     def read(self, which: str, abstract_state: Any) -> Restored:
-        """Reads the checkpoint that `which` names; `newest` passes over damaged ones."""
+        """Reads a checkpoint, see `find_step`; for `newest`, skips and reports damaged ones."""
         restored = self.newest(abstract_state) if which == "newest" else None
         if restored is None:
             return self.restore(self.find_step(which), abstract_state)
@@ -140,16 +141,16 @@ class Checkpoints:
         self,
         abstract_state: Any,
         at_most: int | None = None,
-        first_error: ExchangeErrors = lambda name, error: error,
+        exchange_errors: ExchangeErrors = lambda name, error: error,
     ) -> Restored | None:
-        """Restores the newest checkpoint up to `at_most` that is not damaged.
+        """Restores the newest checkpoint up to step `at_most` that is not damaged.
 
         Returns None if there are no checkpoints; raises InputError if all are damaged.
         """
         damaged: dict[int, str] = {}
         for step in (step for step in self.steps if at_most is None or step <= at_most):
             try:
-                restored = self.restore(step, abstract_state, first_error)
+                restored = self.restore(step, abstract_state, exchange_errors)
                 return dataclasses.replace(restored, damaged=damaged)
             except Damaged as damage:
                 damaged[step] = str(damage)
@@ -164,7 +165,7 @@ class Checkpoints:
         self,
         step: int,
         abstract_state: Any,
-        first_error: ExchangeErrors = lambda name, error: error,
+        exchange_errors: ExchangeErrors = lambda name, error: error,
     ) -> Restored:
         """Reads the state of a step and verifies its checksums, in all processes together.
 
@@ -182,17 +183,21 @@ class Checkpoints:
                 restored = self._load(step, abstract_state)
             except Damaged as damage:
                 error = str(damage)
-            if error := first_error(f"{step} read", error):
-                break  # `_load` has read it twice already
-            assert restored is not None
-            saved = restored.metadata["checksums"]
-            with mesh_lib.translate_memory_errors():
-                computed = checksums(restored.state)  # by all processes that hold a part
-            changed = [name for name, value in computed.items() if saved.get(name) != value]
-            error = self._damage(step, f"{changed[0]} is not what was saved") if changed else ""
-            if not (error := first_error(f"{step} checked", error)):
+            error = exchange_errors(f"{step} read", error)
+            if error or restored is None:
+                raise Damaged(error)  # not once more: `_load` has read it twice already
+            error = exchange_errors(f"{step} checked", self._find_changed_array(step, restored))
+            if not error:
                 return restored
         raise Damaged(error)
+
+    def _find_changed_array(self, step: int, restored: Restored) -> str:
+        """Returns an error if an array does not have the saved checksum, else ""."""
+        saved = restored.metadata["checksums"]
+        with mesh_lib.translate_memory_errors():
+            computed = checksums(restored.state)  # by all processes that have a part
+        changed = [name for name, value in computed.items() if saved.get(name) != value]
+        return self._damage_message(step, f"{changed[0]} is not what was saved") if changed else ""
 
     def _load(self, step: int, abstract_state: Any) -> Restored:
         """Reads the metadata and the state of a step, without waiting for other processes."""
@@ -203,7 +208,7 @@ class Checkpoints:
                 state = ocp.load(path, abstract_state)
             for key_path, leaf in jax.tree.leaves_with_path(state):
                 if not isinstance(leaf, jax.Array):
-                    raise ValueError(f"{path_of(key_path)} is not there")
+                    raise ValueError(f"{path_of(key_path)} is missing")
             return state
 
         return Restored(step, self._read(step, read), metadata, {})
@@ -223,13 +228,14 @@ class Checkpoints:
                 if isinstance(error, _NO_DAMAGE) or retry.is_retryable(error):
                     raise
                 if files_verified:
-                    raise Damaged(self._damage(step, str(error).split("\n")[0][:200])) from error
+                    reason = str(error).split("\n")[0][:200]
+                    raise Damaged(self._damage_message(step, reason)) from error
             _require_open(path)
             return attempt(files_verified=True)
 
         return self.folder.retry(attempt)
 
-    def _damage(self, step: int, reason: str) -> str:
+    def _damage_message(self, step: int, reason: str) -> str:
         return f"{self.folder.step_path(step)}: damaged, cannot be restored ({reason})"
 
 
@@ -238,20 +244,20 @@ def _independent_reads() -> Iterator[None]:
     """Makes reads independent of other processes: none waits for a process that fails.
 
     Orbax counts the operations of each process, reads included, and names the barriers of a save by
-    the count. A process that repeats a read would wait at barriers that no other process reaches:
-    so the count is restored after each read. Then only saves increase it, on all processes at once.
+    the count. A process that repeats a read would wait at barriers that no other process reaches.
+    So each read leaves the count unchanged: only saves increase it, on all processes at once.
     """
     settings, process = layout.orbax_settings(), jax.process_index()
     if jax.process_count() > 1:
         settings.multiprocessing.primary_host = process
         settings.multiprocessing.active_processes = {process}
         settings.multiprocessing.barrier_sync_key_prefix = f"process_{process}"
-    with foreign.restore_operation_ids(), settings:
+    with foreign.preserve_operation_ids(), settings:
         yield
 
 
 def _require_open(folder: epath.Path) -> None:
-    """Raises OSError or Unavailable if a listed file cannot be opened, which is not damage."""
+    """Raises OSError or Unavailable if a listed file cannot be opened, which is no damage."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.is_dir():
             _require_open(path)

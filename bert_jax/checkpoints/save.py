@@ -1,8 +1,8 @@
 """Saves the checkpoints of a run with Orbax, and handles saves that fail.
 
-Saving is asynchronous: the state is copied and written during the next steps. A checkpoint counts
-only once it is complete. After a save fails with a transient error, a run of one process
-continues; the processes of a larger run all end and start again.
+Saving is asynchronous: the state is copied and written during the next steps. A checkpoint is used
+only once it is complete. After a save has failed with a transient error, a run of one process
+continues; if a run has several processes, all of them end and must be started again.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ class Saver:
     def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
         self.checkpoints = Checkpoints(workdir.checkpoints)
         self.step = 0  # of the newest checkpoint, which may not be complete yet
-        self.unsaved_reason = ""  # why no checkpoint has the last steps; "" if one has them
-        self._previous_step = 0  # of the previous checkpoint, which is complete
+        self.unsaved_reason = ""  # why the latest steps are not saved; "" if they are
+        self._previous_step = 0  # of the checkpoint before, which is complete
         self._is_saving = False
-        self._has_failed = False  # the current save has failed here: `wait` will raise its error
+        self._has_failed = False  # whether the current save has failed in this process
         self._workdir, self._peers, self._report = workdir, peers, report
         self._retention = _Retention(run)
         self._orbax: ocp.training.Checkpointer | None = None  # opened at the first save
         self._exit_stack = contextlib.ExitStack()  # entered with this object
-        self._delete_unfinished()  # threads of an earlier process may have left some
+        self._delete_unfinished()  # an earlier process may have been killed while it saved
 
     def __enter__(self) -> "Saver":
-        self._exit_stack.enter_context(layout.patient_orbax(self._workdir.checkpoints))
+        self._exit_stack.enter_context(layout.retry_orbax_requests(self._workdir.checkpoints))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,49 +58,50 @@ class Saver:
                 self._delete_unfinished()
 
     def save(
-        self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
+        self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
     ) -> None:
-        """Starts to save the state of training.step and the JSON; call `wait_for_previous` first.
+        """Starts to save the training state and its metadata after a step.
 
-        The best checkpoints have the lowest held-out loss; None if this step was not evaluated.
+        Call `wait_and_tolerate_failure` first. `held_out_loss` decides which checkpoints are the
+        best; None if this step was not evaluated.
 
         Raises:
-          Unavailable: a transient error, which lasted too long if there is one process.
+          Unavailable: a transient error; with one process, after all retries.
         """
-        content: dict[str, Any] = {"format_version": layout.FORMAT_VERSION, "step": done}
+        content: dict[str, Any] = {"format_version": layout.FORMAT_VERSION, "step": step}
         content |= {"checksums": checksums(state), "held_out_loss": held_out_loss, **metadata}
         content["sha256"] = layout.hash_json(content)
 
         def begin() -> None:
             with self._translate_errors():
                 orbax = self._orbax or self._open_orbax()
-                self._retention.losses[done] = held_out_loss
-                orbax.save_async(done, state, force=True, custom_metadata=content)
+                self._retention.losses[step] = held_out_loss
+                orbax.save_async(step, state, force=True, custom_metadata=content)
 
         self._retry(begin)
         self._previous_step = self.step
-        self.step, self.unsaved_reason, self._is_saving = done, "", True
+        self.step, self.unsaved_reason, self._is_saving = step, "", True
 
     def poll(self) -> None:
-        """Notices whether the current save has failed, or has become a complete checkpoint."""
-        if self._has_failed:
-            self.wait_for_previous()  # at once: the other processes wait for this one inside Orbax
+        """Checks whether the current save has failed, or has become a complete checkpoint."""
+        if self._has_failed:  # not later: the other processes wait for this one inside Orbax
+            self.wait_and_tolerate_failure()
         if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # the bucket may not answer; no retry
+            with contextlib.suppress(Exception):  # a later save or `finish` records it
                 if self.step in layout.list_steps(self._workdir.checkpoints):
                     self._record(self.step)
 
     def wait(self) -> None:
-        """Waits until the current save is on disk; deletes a failed one, and raises its error."""
+        """Waits until the current save is complete; if it has failed, raises its error."""
         self._has_failed = False
         with self._translate_errors():
             if self._orbax is not None:
                 self._orbax.wait()
 
-    def wait_for_previous(self) -> None:
-        """Waits for the previous save; if it has failed, the save that follows replaces it."""
-        with self.tolerate_full_disk(self.step):  # the files of a failed save are deleted
+    def wait_and_tolerate_failure(self) -> None:
+        """Waits for the current save, as `wait`; if the run survives its failure, reports it."""
+        with self.tolerate_full_disk(self.step):  # `wait` has deleted the files of the failed save
             try:
                 self.wait()
             except DiskFull:
@@ -109,8 +110,8 @@ class Saver:
             except Unavailable as error:
                 self._give_up(error)
 
-    def finish(self, done: int, save: Callable[[], None] | None) -> None:
-        """Waits for the last save; if it failed with a transient error, saves again with `save`.
+    def finish(self, step: int, save: Callable[[], None] | None) -> None:
+        """Waits for the save of the last step; after a transient error calls `save` to save again.
 
         If `save` is None, raises the error instead.
         """
@@ -121,23 +122,22 @@ class Saver:
             if save is None:
                 raise
 
-            def repeat() -> None:
-                if (
-                    done not in self.checkpoints.steps
-                ):  # else the save succeeded, and the deletion of another failed
+            def save_again() -> None:
+                # If the checkpoint is there, only the deletion of an old one has failed.
+                if step not in self.checkpoints.steps:
                     save()
                     self.wait()
 
-            self._retry(repeat)
+            self._retry(save_again)
         self._record()
 
-    def skip(self, reason: str) -> None:
-        """Records why the last steps are not saved."""
+    def set_unsaved_reason(self, reason: str) -> None:
+        """Sets `unsaved_reason`, which also names the newest checkpoint."""
         newest = f"the newest checkpoint is of step {self.step}"
         self.unsaved_reason = f"not saved: {reason}; {newest}"
 
     @contextlib.contextmanager
-    def tolerate_full_disk(self, done: int) -> Iterator[None]:
+    def tolerate_full_disk(self, step: int) -> Iterator[None]:
         """Continues without a checkpoint on a full disk if `run.when_disk_is_full` allows it."""
         try:
             yield
@@ -145,7 +145,7 @@ class Saver:
             if self._retention.run.when_disk_is_full == "stop" or self._peers.count > 1:
                 raise
             self.unsaved_reason = f"without a new checkpoint: {error}"
-            self._report(f"step {done}: {self.unsaved_reason}")
+            self._report(f"step {step}: {self.unsaved_reason}")
 
     def require_space(self, state: Any) -> None:
         """Reports if the disk has too little space; raises DiskFull if no checkpoint fits."""
@@ -153,30 +153,30 @@ class Saver:
             return
         run, size = self._retention.run, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._workdir.root).free
-        # One more than are kept: an old one is deleted after the next is complete.
+        # One more than the run keeps, because it deletes an old one only after a save.
         more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
         space = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
         space += f"a checkpoint takes {size / 1e6:,.1f} MB"
-        # A state that exceeds the memory of the host, too, fails at the first step: no error here.
+        # A state that does not even fit into the host's memory ends the run at its first step.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if free < size < memory and run.when_disk_is_full == "stop":
             raise DiskFull(f"{space}; free some space and run again")
         if free < more * size:
-            ending = {"stop": "ends with exit code 74", "go_on": "trains on without new ones"}
+            endings = {"stop": "ends with exit code 74", "go_on": "continues without checkpoints"}
             self._report(
-                f"warning: {space}. Before the run deletes an old checkpoint, it saves {more} more "
-                f"(run.keep_checkpoints={run.keep_checkpoints}, run.keep_best={run.keep_best}, and "
-                f"one during a save). It starts, and {ending[run.when_disk_is_full]} once the disk "
-                "is full; free some space, or keep fewer"
+                f"warning: {space}. The run needs space for {more} more before it deletes an old "
+                f"one (run.keep_checkpoints={run.keep_checkpoints}, run.keep_best={run.keep_best}, "
+                f"and one during a save). It starts anyway, and {endings[run.when_disk_is_full]} "
+                "once the disk is full; free some space, or keep fewer checkpoints"
             )
 
-    def resume_from(self, done: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Records that the run starts from the checkpoint of this step; 0 if there is none."""
-        self.step, self.unsaved_reason = done, ""
+        self.step, self.unsaved_reason = step, ""
         self._record()
 
     def refresh(self) -> None:
-        """Makes Orbax list checkpoints again: it refuses to save a step of which it lists one."""
+        """Makes Orbax list checkpoints again: it refuses to save a step that is in its old list."""
         if self._orbax is not None:
             self.checkpoints.folder.retry(self._orbax.reload)
 
@@ -186,18 +186,19 @@ class Saver:
         `send` copies the record of the newest checkpoint to a bucket.
         """
         steps = self.checkpoints.steps
-        # First: a later start must not report the deleted checkpoints as lost.
+        # This is done first: a later start must not report the deleted checkpoints as lost.
         self._record(max((number for number in steps if number <= step), default=0))
         send()
         for newer in [number for number in steps if number > step]:
             self.checkpoints.folder.delete(newer)
 
     def _open_orbax(self) -> ocp.training.Checkpointer:
-        """Opens Orbax's checkpointer; all checkpoints must be readable then."""
+        """Opens Orbax's checkpointer, and reads the held-out losses of all checkpoints."""
         for step in self.checkpoints.steps:
             self._retention.losses[step] = self.checkpoints.metadata(step)["held_out_loss"]
         settings = layout.orbax_settings()
-        make_options = settings.asynchronous.v0  # Orbax's new interface lacks this option
+        # Orbax's new interface has no option for the barrier: it calls `v0` to make old options.
+        make_options = settings.asynchronous.v0
         settings.asynchronous.v0 = lambda: dataclasses.replace(
             make_options(), barrier_sync_fn=self._wait_at_barrier
         )
@@ -214,7 +215,7 @@ class Saver:
 
         By default Orbax keeps a failed thread for 20 minutes at the last barrier of the save, with
         its error unreported, while the other processes wait for its part at an earlier barrier. The
-        processes cannot exchange errors before the save, because it fails inside Orbax.
+        processes cannot exchange errors before that, because the save fails inside Orbax.
         """
         error = sys.exception()
         if error is not None and threading.current_thread() is not threading.main_thread():
@@ -224,13 +225,13 @@ class Saver:
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translates errors of a save; after a failure deletes its files and closes Orbax."""
+        """Translates the errors of a save; after one, closes Orbax and deletes the save's files."""
         folder = self.checkpoints.folder
         try:
             with translate_os_errors(folder.path), folder.translate_write_errors():
                 yield
         except Exception:
-            # Orbax's own list of checkpoints may be wrong now.
+            # Closed, because its own list of checkpoints may be wrong now.
             orbax, self._orbax = self._orbax, None
             with contextlib.suppress(Exception):
                 if orbax is not None:
@@ -250,7 +251,7 @@ class Saver:
                 write_json(self._workdir.saved, {"format_version": 1, "step": step})
 
     def _give_up(self, error: Unavailable) -> None:
-        """Gives up the current save; with several processes, raises its error instead."""
+        """Reports that the current save is given up; with several processes, raises its error."""
         if self._peers.count > 1:  # the other processes wait for this one inside Orbax
             raise error
         self._report(f"step {self.step}: no checkpoint was written ({error})")
@@ -265,7 +266,7 @@ class Saver:
 
 
 class _Retention:
-    """Decides which checkpoints a run keeps; Orbax asks before it deletes some.
+    """Decides which checkpoints a run keeps; Orbax calls it after each save to delete the others.
 
     Orbax's `best_fn` with `max_to_keep` would delete the newest, and it needs files of metrics: a
     checkpointer cannot be opened if one is missing.
@@ -282,7 +283,9 @@ class _Retention:
         losses = {step: self.losses.get(step) for step in steps}
         evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
-        # Also the newest from before the last recompute check, which is known to be good.
-        checked = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
-        kept.update([step for step in steps if step <= checked][-1:])
+        if run.replay_every:
+            # Also the newest checkpoint that a recompute check has passed. The check at the newest
+            # step itself runs after the save.
+            last_check = (steps[-1] - 1) // run.replay_every * run.replay_every
+            kept.update([step for step in steps if step <= last_check][-1:])
         return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

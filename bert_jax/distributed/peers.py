@@ -1,4 +1,4 @@
-"""The processes of one run: how they agree on decisions and end together.
+"""The processes of one run: how they exchange values and errors, and end together.
 
 Processes exchange messages through the key-value store of JAX's coordinator. An error in one
 process ends all of them with its message and its exit code. If a process dies without a message,
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -28,25 +28,23 @@ from bert_jax.distributed import rendezvous, slices
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 
-Kind = type[InputError | Unavailable]
+ErrorType = type[InputError | Unavailable]
 
-# Seconds to wait for the other processes at a start; BERT_JAX_ARRIVE_WITHIN overrides it.
-_ARRIVE = 300.0
-# Seconds for a process to clean up, and for the other processes to read why process 0 ends.
-_CLEAN_UP, _READ = 10.0, 3.0
-# Milliseconds between two checks for a failure, while waiting and in the background; of a day.
-_WAIT_POLL, _WATCH_POLL, _DAY = 1_000, 5_000, 86_400_000
-_ASKED_TO_STOP = "RECEIVED_PREEMPTION_NOTICE"  # JAX's key after a process received SIGTERM
-# Errors of computations if another process, or its coordinator, is gone.
+_ARRIVAL_SECONDS = 300.0  # how long processes wait for others; see BERT_JAX_ARRIVE_WITHIN
+_UNWIND_SECONDS = 10.0  # for a process to clean up after another one has failed
+_FAILURE_READ_SECONDS = 3.0  # for the other processes to read why process 0 ends
+_WAIT_POLL_MS = 1_000  # milliseconds between two checks for a failure while a process waits
+_WATCH_POLL_MS = 5_000  # milliseconds between two checks for a failure in the background
+_STOP_KEY = "RECEIVED_PREEMPTION_NOTICE"  # JAX's key after a process received SIGTERM
+# Errors of computations if another process, or the coordinator of the run, is gone.
 _LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat")
 # Errors of computations if a device or its driver has failed, rather than the program.
 _BROKEN = re.compile(
     r"^(INTERNAL|DATA_LOSS|ABORTED|CANCELLED|UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED)\b"
 )
-# Errors of a TPU whose arithmetic differs from one execution to the next.
-_CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)
-_COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # refuses the same program every time
-_MOST_NAMED = 4  # differences in an error message
+_CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)  # errors of faulty TPUs
+_COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # its errors are the same every time
+_MAX_DIFFERENCES = 4  # that an error message shows
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds between two comparisons of `await_same`
 
 
@@ -63,17 +61,18 @@ class Peers:
     ):
         self.number, self.count = number, count  # of this process, of all processes
         self.membership = membership  # the slices that train; None: a run of one slice
-        self._store, self._limit = store, limit
+        self._store = store  # the client of JAX's key-value store; None for one process
+        self._limit = limit  # seconds to wait at a barrier
         self._name = f"process {number} ({socket.gethostname()})"
-        self._failure: dict[str, Any] | None = None
+        self._failure: dict[str, Any] | None = None  # of another process
         self._shared_error: BaseException | None = None  # an error that all processes raise
-        self._clean_up_seconds = _CLEAN_UP
-        self._ending = threading.Lock()
-        self._uses: collections.Counter[str] = collections.Counter()  # of names of barriers
-        self._clean_up: Callable[[], None] = lambda: None
-        self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._unwind_seconds = _UNWIND_SECONDS  # from another's failure to the end of this process
+        self._exit_lock = threading.Lock()
+        self._barrier_uses: collections.Counter[str] = collections.Counter()  # by name
+        self._clean_up: Callable[[], None] = lambda: None  # called before a forced end
+        self._watch_thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         if count > 1:
-            self._watching.start()
+            self._watch_thread.start()
 
     @property
     def is_primary(self) -> bool:
@@ -86,37 +85,37 @@ class Peers:
 
     def owner(self, device: jax.Device) -> str:
         """Returns the process and the host of a device; all processes must call it together."""
-        is_mine = device.process_index == self.number
-        return self.first_error(f"owner of device {device.id}", self._name * is_mine)
+        name = self._name if device.process_index == self.number else ""
+        return self._gather(f"owner of device {device.id}", name, self._limit, _first_nonempty)
 
-    def first_error(self, name: str, error: str, patience: float = 0.0) -> str:
+    def exchange_errors(self, name: str, error: str, patience: float = 0.0) -> str:
         """Waits for all processes; returns, on each, the error of the first process that has one.
 
-        `name` names the barrier; all processes reach barriers in the same order, `patience` seconds
-        later than usual at most. `error` is that of this process, "" if none.
-
-        Raises:
-          Unavailable: a process did not arrive in time.
+        `error` is that of this process, "" if none. All processes reach barriers in the same order.
+        At barrier `name` they wait `patience` seconds longer than usual, then raise Unavailable.
         """
-        limit = self._limit + patience
-        return self._gather(name, error, limit, lambda errors: next(filter(None, errors), ""))
+        return self._gather(name, error, self._limit + patience, _first_nonempty)
 
-    def agree(self, name: str, error: str, kind: Kind = InputError) -> None:
-        """Raises, on all processes, the error of the first one that has one; see `first_error`."""
-        if first_error := self.first_error(name, error):
-            self._shared_error = kind(first_error)
-            raise self._shared_error
+    def raise_first_error(self, name: str, error: str, kind: ErrorType = InputError) -> None:
+        """Raises the first error of all processes on all of them; see `exchange_errors`."""
+        if first_error := self.exchange_errors(name, error):
+            self._raise_shared(kind(first_error))
+
+    def _raise_shared(self, error: InputError | Unavailable) -> NoReturn:
+        """Raises an error that all processes raise, so that none names itself as the cause."""
+        self._shared_error = error
+        raise error
 
     def connect_devices(self, mesh: jax.sharding.Mesh) -> None:
-        """Connects the CPU devices of all processes by a small computation of each group.
+        """Connects the CPU devices of all processes: sums a number over each group of mesh axes.
 
-        Gloo fails if a process starts the first computation of a group 30 seconds after another;
-        later computations wait. Compiling a step may take longer than that.
+        In the first computation over a group of devices, Gloo fails if a process starts 30 seconds
+        after another one; later computations wait. Compiling a step may take longer than that.
         """
         if self.count == 1 or mesh.devices.flat[0].platform != "cpu":
             return
-        names = mesh.axis_names
-        groups = [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
+        axes, count = mesh.axis_names, len(mesh.axis_names)
+        groups = [axes[i:j] for i in range(count) for j in range(i + 1, count + 1)]  # adjacent axes
 
         def add() -> list[jax.Array]:
             return [jax.lax.psum(1.0 + jax.lax.axis_index(group), group) for group in groups]
@@ -124,65 +123,65 @@ class Peers:
         replicated = jax.sharding.PartitionSpec()
         program = jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=replicated, check_vma=False)
         compiled = jax.jit(program).lower().compile()
-        self.agree("devices", "")
+        self.wait_at_barrier("devices", is_timed=True)
         jax.block_until_ready(compiled())
 
     def report_slices(
-        self, lines: Iterable[Mapping[str, Any]], report: Callable[[str], None]
+        self, timings: slices.Timings, report: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Reports and returns missing slices, by timings.jsonl; {} for a run of one slice."""
+        """Reports missing slices; returns them for this start's line; {} for a run of one slice."""
         if self.membership is None:
             return {}
-        booked = self.membership.policy.booked
-        since = slices.missing_since(lines, self.membership.slices, booked, time.time())
-        report(slices.describe_missing(since, booked))
-        return {"slices": {"taken": self.membership.slices, "missing_since": since}}
+        slice_count, active_slices = self.membership.policy.slice_count, self.membership.slices
+        since = slices.missing_since(timings, active_slices, slice_count, time.time())
+        report(slices.describe_missing(since, slice_count))
+        return {"slices": {"taken": active_slices, "missing_since": since}}
 
-    def slices_to_admit(self, read: Callable[[], Sequence[Mapping[str, Any]]], left: int) -> str:
-        """Returns the slices that the run should stop for, on all processes; see `slices.is_due`.
-
-        `read` returns the lines of timings.jsonl; `left` steps are left.
-        """
-        if self.membership is None or len(self.membership.slices) == self.membership.policy.booked:
+    def slices_to_admit(self, read_timings: Callable[[], slices.Timings], steps_left: int) -> str:
+        """Returns the slices to restart with, such as "0, 3", or "" if the run should continue."""
+        membership = self.membership
+        if membership is None or len(membership.slices) == membership.policy.slice_count:
             return ""
-        _, training, policy, listener = self.membership
-        waiting = listener.waiting() if listener else []
-        counts = len(training), len(waiting)
-        if waiting and not slices.is_due(policy, *counts, read(), time.time(), left):
+        _, active_slices, policy, server = membership
+        waiting = server.waiting_slices() if server else []  # only process 0 has the server
+        counts, now = (len(active_slices), len(waiting)), time.time()
+        if waiting and not slices.should_restart(policy, *counts, read_timings(), now, steps_left):
             waiting = []
-        return self.first_error("slices", ", ".join(map(str, waiting)))
+        return self._gather("slices", ", ".join(map(str, waiting)), self._limit, _first_nonempty)
 
-    def require_same(self, name: str, facts: Mapping[str, str], remedy: str) -> None:
-        """Raises InputError on all processes if the facts of one differ from those of process 0."""
-        self.agree(f"{name}, compared", self.difference(name, facts, remedy))
+    def require_same(self, name: str, values: Mapping[str, str], remedy: str) -> None:
+        """Raises InputError on all processes if the values of one differ from process 0's."""
+        if difference := self._describe_difference(name, values, remedy):
+            self._raise_shared(InputError(difference))
 
-    def difference(self, name: str, facts: Mapping[str, str], remedy: str) -> str:
-        """Returns, on all processes, how the facts of one differ from process 0's; "" if none."""
-
-        def compare(messages: list[str]) -> str:
-            (primary, expected), *others = map(json.loads, messages)
-            for process, actual in others:
-                names = sorted(actual | expected)
-                pairs = [(f, actual.get(f, "nothing"), expected.get(f, "nothing")) for f in names]
-                changed = [f"{f}={a} here and {b} there" for f, a, b in pairs if a != b]
-                if changed:
-                    more = f" and {len(changed) - _MOST_NAMED} more" * (len(changed) > _MOST_NAMED)
-                    named = "; ".join(changed[:_MOST_NAMED])
-                    return f"{process} differs from {primary}: {named}{more}; {remedy}"
-            return ""
-
-        return self._gather(name, json.dumps([self._name, dict(facts)]), self._limit, compare)
-
-    def await_same(self, name: str, read: Callable[[], str], remedy: str, kind: Kind) -> None:
+    def await_same(self, name: str, read: Callable[[], str], remedy: str, kind: ErrorType) -> None:
         """Waits until all processes read the same value: a shared disk may be stale for a while.
 
         Raises an error of this kind on all processes if the values still differ after a minute.
         """
         for pause in (0.0, *_PAUSES):
             time.sleep(pause)
-            if not (difference := self.difference(name, {name: read()}, remedy)):
+            if not (difference := self._describe_difference(name, {name: read()}, remedy)):
                 return
-        self.agree(f"{name}, at last", difference, kind)
+        self._raise_shared(kind(difference))
+
+    def _describe_difference(self, name: str, values: Mapping[str, str], remedy: str) -> str:
+        """Returns, on all processes, how the values of one differ from process 0's; "" if none."""
+
+        def compare(messages: list[str]) -> str:
+            (primary, expected), *others = map(json.loads, messages)
+            for process, actual in others:
+                keys = sorted(actual | expected)
+                pairs = [(k, actual.get(k, "nothing"), expected.get(k, "nothing")) for k in keys]
+                changed = [f"{key}={a} instead of {b}" for key, a, b in pairs if a != b]
+                if changed:
+                    hidden = len(changed) - _MAX_DIFFERENCES
+                    more = f" and {hidden} more" if hidden > 0 else ""
+                    shown = "; ".join(changed[:_MAX_DIFFERENCES])
+                    return f"{process} differs from {primary}: {shown}{more}; {remedy}"
+            return ""
+
+        return self._gather(name, json.dumps([self._name, dict(values)]), self._limit, compare)
 
     def run_on_primary(self, name: str, work: Callable[[], None]) -> None:
         """Runs the work on process 0 while the others wait without a time limit."""
@@ -190,28 +189,38 @@ class Peers:
             work()
         self.wait_at_barrier(f"{name}/done")
 
-    def wait_at_barrier(self, name: str) -> None:
-        """Waits without a time limit until all processes have reached this barrier."""
-        self._gather(name, "", None, lambda messages: "")
+    def wait_at_barrier(self, name: str, is_timed: bool = False) -> None:
+        """Waits for all processes, without a limit or, if `is_timed`, as `exchange_errors` does."""
+        self._gather(name, "", self._limit if is_timed else None, _first_nonempty)
 
     @contextlib.contextmanager
     def abort_together(self, clean_up: Callable[[], None]) -> Iterator[None]:
-        """Ends all processes without unwinding if one fails inside.
+        """Ends all processes without unwinding if one fails inside; each first calls `clean_up`.
 
-        The others may be in a computation that waits for the failed process forever. `clean_up` is
-        called before the end.
+        The others may be in a computation that waits for the failed process forever.
         """
-        self._clean_up, self._clean_up_seconds = clean_up, 0.0
+        self._clean_up, self._unwind_seconds = clean_up, 0.0
         try:
             yield
         except BaseException as error:
             if self.count > 1:
                 self.fail(error)
             raise
-        self._clean_up_seconds = _CLEAN_UP
+        self._unwind_seconds = _UNWIND_SECONDS
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all processes with one message and one exit code."""
+        """Ends all processes with the message and the exit code of the first that fails."""
+        failure = self._describe_failure(error)
+        try:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process failed first
+                self._set("failure", json.dumps(failure))
+            failure = json.loads(self._get_once("failure", _WATCH_POLL_MS))  # set by now
+        except jax.errors.JaxRuntimeError:
+            pass  # the coordinator is gone as well
+        self._end(failure)
+
+    def _describe_failure(self, error: BaseException) -> dict[str, Any]:
+        """Returns the line to log and the exit code; prints the traceback of an unknown error."""
         is_shared = error is self._shared_error
         line, code = errors.message_and_code(error if is_shared else classify_fault(error))
         if lost := describe_lost_process(error):
@@ -221,48 +230,41 @@ class Peers:
             traceback.print_exception(error)
         if not is_shared:
             line = line.replace("bert-jax: ", f"bert-jax: {self._name}: ", 1)
-        failure = {"line": line, "code": code}
-        try:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process failed first
-                self._set("failure", json.dumps(failure))
-            failure = json.loads(self._get_once("failure", _DAY))
-        except jax.errors.JaxRuntimeError:
-            pass  # the coordinator is gone as well
-        self._end(failure)
+        return {"line": line, "code": code}
 
     def close(self) -> None:
         """Waits until all processes have finished."""
         if self.count > 1:
-            self.agree("end", "")
+            self.wait_at_barrier("end", is_timed=True)
             if self.is_primary:
-                self._set("failure", "null")
+                self._set("failure", "null")  # no failure: ends `_watch` on all processes
             # A thread that returns from the store while Python exits would abort the process.
-            self._watching.join(_READ)
+            self._watch_thread.join(_FAILURE_READ_SECONDS)
 
     # --- the store ------------------------------------------------------------------------------
 
     def _gather(
         self, name: str, message: str, limit: float | None, reduce: Callable[[list[str]], str]
     ) -> str:
-        """Gathers a message of each process on process 0; returns `reduce` of them on all."""
+        """Gathers the messages of all processes on process 0; returns `reduce` of them on all."""
         if self.count == 1:
             return reduce([message])
-        self._uses[name] += 1  # a key of the store can be set only once
-        key = name if self._uses[name] == 1 else f"{name}, {self._uses[name]}"
+        self._barrier_uses[name] += 1  # a key of the store can be set only once
+        key = f"{name}, {self._barrier_uses[name]}" if self._barrier_uses[name] > 1 else name
         self._set(f"{key}/{self.number}", message)
+        # Process 0 may arrive one limit after the others, so that they wait one limit longer.
+        start = time.monotonic()
         if self.is_primary:
-            # The other processes may have waited for this one for `limit` seconds.
-            deadline = None if limit is None else time.monotonic() + 2 * limit
-            numbers = range(self.count)
-            messages = [self._get(f"{key}/{number}", deadline, number) for number in numbers]
+            deadline = None if limit is None else start + 2 * limit
+            messages = [self._get(f"{key}/{n}", deadline, n) for n in range(self.count)]
             self._set(f"{key}/verdict", reduce(messages))
-        deadline = None if limit is None else time.monotonic() + 3 * limit
-        return self._get(f"{key}/verdict", deadline, 0)
+        return self._get(f"{key}/verdict", None if limit is None else start + 3 * limit, 0)
 
     def _set(self, key: str, value: str) -> None:
         self._store.key_value_set(f"bert_jax/{key}", value)
 
     def _get_once(self, key: str, milliseconds: int) -> str:
+        """Returns the value of a key; raises JaxRuntimeError if it is not set within this time."""
         return self._store.blocking_key_value_get(f"bert_jax/{key}", milliseconds)
 
     def _get(self, key: str, deadline: float | None, process: int) -> str:
@@ -270,16 +272,15 @@ class Peers:
         start = time.monotonic()
         while True:
             try:
-                return self._get_once(key, _WAIT_POLL)
+                return self._get_once(key, _WAIT_POLL_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             if self._failure is not None:
-                self._shared_error = Unavailable(self._failure["line"])
-                raise self._shared_error
+                self._raise_shared(Unavailable(self._failure["line"]))
             if deadline is not None and time.monotonic() > deadline:
                 raise Unavailable(
-                    f"process {process} has not come to {key.split('/')[0]!r} within "
+                    f"process {process} did not reach the barrier {key.split('/')[0]!r} within "
                     f"{time.monotonic() - start:.0f} seconds; see its own output for the reason, "
                     "and start all of them again"
                 )
@@ -289,40 +290,44 @@ class Peers:
         failure = None
         while failure is None:
             try:
-                failure = self._get_once("failure", _WATCH_POLL)
+                failure = self._get_once("failure", _WATCH_POLL_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return  # the coordinator is gone; JAX ends this process
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such request
-                    self._store.key_value_try_get(_ASKED_TO_STOP)
-                    retry.waits.shorten()
+                    self._store.key_value_try_get(_STOP_KEY)
+                    retry.waits.shorten()  # a run that must stop retries nothing for long
         self._failure = json.loads(failure)
         if self._failure is not None:
-            time.sleep(self._clean_up_seconds)
+            time.sleep(self._unwind_seconds)
             self._end(self._failure)
 
     def _end(self, failure: dict[str, Any]) -> NoReturn:
-        """Logs the failure and exits; process 0 exits last, as the others read from it."""
-        self._ending.acquire()  # only one of two threads may exit; never released
+        """Logs the failure and exits; process 0 exits last, because its store is read."""
+        self._exit_lock.acquire()  # only one of two threads may exit; never released
         retry.waits.shorten()
         process_lib.logger.error("%s", failure["line"])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.is_primary:
-                deadline = time.monotonic() + _READ
+                deadline = time.monotonic() + _FAILURE_READ_SECONDS
                 for number in range(1, self.count):
                     seconds_left = max(deadline - time.monotonic(), 0.0)
                     self._get_once(f"left/{number}", round(seconds_left * 1000) + 1)
                 time.sleep(0.2)  # until the last of them has exited
             else:
-                self._set(f"left/{self.number}", "")
+                self._set(f"left/{self.number}", "")  # this process has read the failure
         with contextlib.suppress(Exception):
-            self._clean_up()  # last: the other thread may write files until the end
+            self._clean_up()  # last, because the main thread may still be writing files
         sys.stdout.flush()
         os._exit(failure["code"])
 
 
+def _first_nonempty(messages: list[str]) -> str:
+    return next(filter(None, messages), "")
+
+
 def describe_lost_process(error: BaseException) -> str:
-    """Returns that another process has ended, with the library's reason; "" for other errors."""
+    """Returns a message if the error means that another process has ended; otherwise ""."""
     lost = _LOST.search(str(error))
     if not isinstance(error, jax.errors.JaxRuntimeError) or lost is None:
         return ""
@@ -332,14 +337,16 @@ def describe_lost_process(error: BaseException) -> str:
 def classify_fault(error: BaseException) -> BaseException:
     """Returns Unavailable for an error of a broken device or driver; else the error itself.
 
-    Errors of the compiler and a lack of memory are not faults: they would come again.
+    Errors of the compiler and a lack of memory are not faults: they would be raised again.
     """
     text = str(error)
     reason = text.split("\n")[0][:200]
     if not isinstance(error, RuntimeError):
         return error
     if _CORRUPT.search(text):
-        return Unavailable(f"a chip failed its check ({reason}); run again on another machine")
+        return Unavailable(
+            f"a chip computed wrong results ({reason}); run again on another machine"
+        )
     if _BROKEN.search(text) and not (text.startswith("INTERNAL") and _COMPILER.search(text)):
         return Unavailable(f"a device or its driver failed ({reason}); run again to resume")
     return error
@@ -347,8 +354,7 @@ def classify_fault(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def connect_processes(
-    wait: float = 0.0,
-    fit_to_slices: Callable[[int, int, int], Any] = lambda taken, booked, hosts: taken,
+    wait_seconds: float = 0.0, fit_to_slices: rendezvous.FitToSlices = lambda *counts: True
 ) -> Iterator[Peers]:
     """Connects the processes of this run while entered; must be called before JAX has devices.
 
@@ -359,7 +365,7 @@ def connect_processes(
     """
     peers = None
     try:
-        peers = _connect(wait, fit_to_slices)
+        peers = _connect(wait_seconds, fit_to_slices)
         process_lib.index = peers.number
         yield peers
         peers.close()
@@ -372,17 +378,17 @@ def connect_processes(
         raise fault from error
 
 
-def _connect(wait: float, fit_to_slices: Callable[[int, int, int], Any]) -> Peers:
-    limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    process, membership, bind = rendezvous.read_process_info(), None, None
+def _connect(wait_seconds: float, fit_to_slices: rendezvous.FitToSlices) -> Peers:
+    limit = read_seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVAL_SECONDS
+    process, membership, bind_address = rendezvous.read_process_info(), None, None
     if process is None and not _is_tpu_host():
         return Peers(0, 1, None, limit)
-    # JAX's service handles SIGTERM: `notice_sigterm` enables it once there is a state to save.
+    # JAX's service handles SIGTERM: `StopRequest` enables it once there is a state to save.
     jax.config.update("jax_enable_preemption_service", False)
     if process is not None:
         if "," in process.address:
-            membership = rendezvous.join_rendezvous(process, wait, limit, fit_to_slices)
-            process, bind = membership.process, membership.bind
+            membership = rendezvous.join_rendezvous(process, wait_seconds, limit, fit_to_slices)
+            process, bind_address = membership.process, membership.bind_address
         else:
             rendezvous.wait_for_all(process, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -391,7 +397,7 @@ def _connect(wait: float, fit_to_slices: Callable[[int, int, int], Any]) -> Peer
             # If JAX detected SLURM, it would use one GPU per process, however many there are.
             cluster_detection_method="deactivate",
             initialization_timeout=round(limit),
-            coordinator_bind_address=bind,
+            coordinator_bind_address=bind_address,
         )
     elif not _initialize_on_pod(limit):
         return Peers(0, 1, None, limit)
@@ -399,7 +405,7 @@ def _connect(wait: float, fit_to_slices: Callable[[int, int, int], Any]) -> Peer
     return Peers(state.process_id, state.num_processes, state.client, limit, membership)
 
 
-def seconds(name: str) -> float | None:
+def read_seconds(name: str) -> float | None:
     """Reads a number of seconds from an environment variable; None if it is not set."""
     text = os.environ.get(name)
     if not text:
@@ -440,9 +446,3 @@ def _initialize_on_pod(limit: float) -> bool:
             "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or JAX_NUM_PROCESSES=1 for this host alone"
         ) from error
     return True
-
-
-def notice_sigterm() -> None:
-    """Lets JAX handle SIGTERM: it tells all processes after which step to stop."""
-    jax.config.update("jax_enable_preemption_service", True)
-    foreign.distributed_state().initialize_preemption_sync_manager()

@@ -5,12 +5,13 @@ Elsewhere three variables do: JAX_COORDINATOR_ADDRESS (host:port of process 0), 
 and JAX_PROCESS_ID. Without these variables a run is one process.
 
 JAX connects all processes in one call. If one is missing, the call aborts every process without
-naming the missing one. So all processes report to process 0 first, which answers all of them: with
-the numbers of missing processes, or without an error.
+naming the missing one. So all processes first report to process 0, which replies to all of them,
+either with an error that names the missing processes, or without an error.
 
 For a run on several slices, JAX_COORDINATOR_ADDRESS names the first process of each slice,
 separated by commas. Processes are numbered slice by slice, equally many in each. Slices may be
-missing: all processes report to all first processes, and `distributed.slices` decides which train.
+missing: every process reports to the first process of every slice, and `distributed.slices` decides
+which slices train.
 """
 
 import contextlib
@@ -31,12 +32,21 @@ from bert_jax import foreign
 from bert_jax.distributed.slices import Arrivals, SlicePolicy
 from bert_jax.errors import InputError, Unavailable
 
-# Seconds to connect, and between two attempts; maximum bytes of a message.
-_CONNECT, _RETRY, _MOST_BYTES = 5.0, 0.1, 4096
-# Seconds until all processes have accepted a decision about the slices.
-_ACCEPT = 60.0
+_CONNECT_TIMEOUT = 5.0  # seconds for an attempt to connect
+_RETRY_INTERVAL = 0.1  # seconds between two attempts to connect
+_POLL_INTERVAL = 0.1  # seconds between two checks whether a thread should stop
+_MAX_MESSAGE_BYTES = 4096
+_ACCEPT_TIMEOUT = 60.0  # seconds for all processes to accept a proposal of slices
+
+# What a server's message about the slices means, by its key "kind".
+_PROPOSAL = "decided"  # these slices should train; each of their processes must accept
+_START = "start"  # all have accepted, so that the run starts
+_TOO_LATE = "running"  # these slices were proposed before this process arrived
 
 Address = tuple[str, int]  # host and port
+# `Job.fit_to_slices`: called with the number of active slices, the number of slices that the run is
+# configured for, and the number of processes per slice. Returns None if the run cannot train so.
+FitToSlices = Callable[[int, int, int], Any]
 
 
 class ProcessInfo(NamedTuple):
@@ -48,30 +58,32 @@ class ProcessInfo(NamedTuple):
 
 
 def read_process_info() -> ProcessInfo | None:
-    """Reads how to connect from the environment; None for a run of one process."""
+    """Reads from the environment how to connect; returns None for a run of one process."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
-    given = {name: os.environ[name] for name in names if os.environ.get(name)}
-    if given.get(names[2]) == "1":
+    values = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if values.get("JAX_NUM_PROCESSES") == "1":
         return None
-    if not given:
-        return _read_slurm_step()
+    if not values:
+        return _read_slurm_process_info()
     with contextlib.suppress(KeyError, ValueError):
-        process = ProcessInfo(given[names[0]], int(given[names[1]]), int(given[names[2]]))
+        address, number, count = (values[name] for name in names)
+        process = ProcessInfo(address, int(number), int(count))
         if 0 <= process.number < process.count:
             return process
-    shown = ", ".join(f"{name}={given.get(name, '')}" for name in names)
+    shown = ", ".join(f"{name}={values.get(name, '')}" for name in names)
     raise InputError(
         f"{shown}: set all three, JAX_PROCESS_ID to a whole number below JAX_NUM_PROCESSES, or none"
     )
 
 
-def _read_slurm_step() -> ProcessInfo | None:
-    """Reads the step that `srun` started; None without one, or if it has only one task."""
-    step = foreign.slurm_cluster()
-    if not step.is_env_present() or step.get_process_count() == 1:
+def _read_slurm_process_info() -> ProcessInfo | None:
+    """Reads how the tasks that `srun` started connect; None without `srun`, or with one task."""
+    cluster = foreign.slurm_cluster()
+    if not cluster.is_env_present() or cluster.get_process_count() == 1:
         return None
-    address = step.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
-    return ProcessInfo(address, step.get_process_id(), step.get_process_count())
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    address = cluster.get_coordinator_address(timeout_secs=None, override_coordinator_port=port)
+    return ProcessInfo(address, cluster.get_process_id(), cluster.get_process_count())
 
 
 def wait_for_all(process: ProcessInfo, limit: float) -> None:
@@ -80,45 +92,51 @@ def wait_for_all(process: ProcessInfo, limit: float) -> None:
     Raises:
       Unavailable: some are missing; the message is the same on all processes.
     """
-    meet = _await_reports if process.number == 0 else _report
-    error, is_late = meet(process, _parse_address(process.address), limit)
+    exchange_reports = _collect_reports if process.number == 0 else _report
+    error, is_late = exchange_reports(process, _parse_address(process.address), limit)
     if error:
         raise Unavailable(error) if is_late else InputError(error)
 
 
 def _parse_address(address: str) -> Address:
     host, _, port = address.rpartition(":")
+    # Python raises UnicodeError when it looks up a host with two dots in a row.
     if not host or ".." in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={address}: write it as host:port")
     return host.strip("[]"), int(port)
 
 
-def _await_reports(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
-    """Returns the error that all processes get ("" for none), and whether some are late."""
+def _collect_reports(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
+    """Waits on process 0 until all others have reported, and replies to them.
+
+    Returns the error that all processes get ("" for none), and whether it is that some are missing.
+    """
     deadline, hosts, error = time.monotonic() + limit, {0: socket.gethostname()}, ""
-    numbers: dict[Connection, int] = {}  # of processes; -1: not known yet
+    process_numbers: dict[Connection, int] = {}  # -1 until the process has reported
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(process, address[1]))
         while not error and len(hosts) < process.count and time.monotonic() < deadline:
             seconds_left = max(deadline - time.monotonic(), 0.0)
-            for ready in wait_for_messages([server, *numbers], seconds_left):
+            for ready in wait_for_messages([server, *process_numbers], seconds_left):
                 if not isinstance(ready, Connection):  # the server: a process connects
-                    numbers[stack.enter_context(_make_connection(server.accept()[0]))] = -1
+                    connection = stack.enter_context(_make_connection(server.accept()[0]))
+                    process_numbers[connection] = -1
                     continue
                 try:
-                    number, count, name = json.loads(ready.recv_bytes(_MOST_BYTES))
+                    number, count, host = json.loads(ready.recv_bytes(_MAX_MESSAGE_BYTES))
                     number = int(number)
-                except (OSError, EOFError, ValueError, TypeError):  # a stranger, or it has left
-                    hosts.pop(numbers.pop(ready), None)
+                except (OSError, EOFError, ValueError, TypeError):
+                    # The process has ended, or the sender is no process of a run.
+                    hosts.pop(process_numbers.pop(ready), None)
                     ready.close()
                     continue
-                if number in hosts or count != process.count:
-                    error = (
-                        f"process {number} of {count} ({name}) called while {sorted(hosts)} of "
-                        f"{process.count} were here; give each its own JAX_PROCESS_ID, and all the "
-                        "same JAX_NUM_PROCESSES"
-                    )
-                hosts[number], numbers[ready] = name, number
+                if count != process.count:
+                    error = f"JAX_NUM_PROCESSES={count} on process {number} ({host}), but "
+                    error += f"{process.count} on process 0; give all processes the same"
+                elif number in hosts:
+                    error = f"JAX_PROCESS_ID={number} on {host} and again on {hosts[number]}; "
+                    error += "give each process its own"
+                hosts[number], process_numbers[ready] = host, number
         is_late = not error and len(hosts) < process.count
         if is_late:
             missing = [number for number in range(process.count) if number not in hosts]
@@ -127,19 +145,19 @@ def _await_reports(process: ProcessInfo, address: Address, limit: float) -> tupl
                 f"{process.count} did not arrive within {limit:g} seconds at {process.address}; "
                 "see its own output for the reason, and start all of them again"
             )
-        for connection in numbers:
-            with contextlib.suppress(OSError):  # JAX will notice that this process has left
+        for connection in process_numbers:
+            with contextlib.suppress(OSError):  # the receiver has ended, which JAX will detect
                 connection.send_bytes(json.dumps([error, is_late]).encode())
     return error, is_late
 
 
 def _listen(process: ProcessInfo, port: int) -> socket.socket:
-    # Listens as JAX's own service will, a moment later.
-    host, _, bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")
+    """Listens where JAX's coordinator will, to find errors early; port 0: on any free port."""
+    host, _, bind_port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")
     host = host.strip("[]")
-    both = not host and socket.has_dualstack_ipv6()
+    both = not host and socket.has_dualstack_ipv6()  # versions of IP
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    address = (host, int(bound) if bound.isdecimal() and port else port)
+    address = (host, int(bind_port) if bind_port.isdecimal() and port != 0 else port)
     try:
         return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
@@ -150,7 +168,7 @@ def _listen(process: ProcessInfo, port: int) -> socket.socket:
 
 
 def _report(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
-    """Reports this process to process 0; returns the answer, which all processes get."""
+    """Reports this process to process 0; returns the reply, as `_collect_reports` does."""
     deadline, own_host = time.monotonic() + limit, socket.gethostname()
     while True:
         try:
@@ -163,24 +181,25 @@ def _report(process: ProcessInfo, address: Address, limit: float) -> tuple[str, 
                     f"within {limit:g} seconds ({error.strerror or error}); check that it runs, "
                     f"and that process {process.number} ({own_host}) can reach it"
                 ) from error
-            time.sleep(_RETRY)
+            time.sleep(_RETRY_INTERVAL)
     with connection, contextlib.suppress(OSError, EOFError):
         connection.send_bytes(json.dumps([process.number, process.count, own_host]).encode())
-        if connection.poll(limit + _CONNECT):  # process 0 started no later and gives up by itself
+        # Process 0 began to wait before this connection was made, so it replies within `limit`.
+        if connection.poll(limit + _CONNECT_TIMEOUT):
             error, is_late = json.loads(connection.recv_bytes())
             return error, is_late
     return (
-        f"process 0 left {process.address} before all {process.count} processes had arrived; see "
-        "its own output for the reason"
+        f"process 0 ended or closed {process.address} before all {process.count} processes had "
+        "arrived; see its own output for the reason"
     ), True
 
 
 def _connect(address: Address) -> Connection:
-    return _make_connection(socket.create_connection(address, timeout=_CONNECT))
+    return _make_connection(socket.create_connection(address, timeout=_CONNECT_TIMEOUT))
 
 
 def _make_connection(socket_: socket.socket) -> Connection:
-    """Returns a connection for messages; a message that breaks off closes the connection."""
+    """Returns a connection for messages; to receive one that stalls for 0.5 s raises OSError."""
     socket_.settimeout(None)
     socket_.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 500_000))
     return Connection(socket_.detach())
@@ -189,145 +208,36 @@ def _make_connection(socket_: socket.socket) -> Connection:
 # --- several slices -----------------------------------------------------------------------------
 
 
-class Membership(NamedTuple):
-    """The slices that take part in a run since its last start."""
+class RendezvousServer:
+    """The server on the first process of a slice, to which all processes report.
 
-    process: ProcessInfo  # of this process, numbered among the processes that train
-    slices: tuple[int, ...]  # numbers of the slices that train, among the booked ones
-    policy: SlicePolicy
-    listener: "LateJoinListener | None"  # on process 0, where later slices wait
-
-    @property
-    def bind(self) -> str:
-        """Returns where JAX's service listens on process 0, not on the port of the listener."""
-        host = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[0] or "[::]"
-        return f"{host}:{self.process.address.rpartition(':')[2]}"
-
-
-def join_rendezvous(
-    process: ProcessInfo, wait: float, limit: float, fit_to_slices: Callable[[int, int, int], Any]
-) -> Membership:
-    """Waits until the slice of this process trains; sets libtpu's variables.
-
-    Args:
-      wait: seconds to wait for missing slices.
-      limit: further seconds to wait for enough slices.
-      fit_to_slices: `Job.fit_to_slices`; None if the run cannot use this number of slices.
-
-    Raises:
-      Unavailable: too many are missing, or the run that started without this slice has ended.
-    """
-    addresses = [_parse_address(address) for address in process.address.split(",")]
-    hosts, uneven = divmod(process.count, len(addresses))
-    if uneven:
-        raise InputError(
-            f"JAX_NUM_PROCESSES={process.count}: not a multiple of the {len(addresses)} slices "
-            "whose first processes JAX_COORDINATOR_ADDRESS names"
-        )
-    booked = len(addresses)
-    fits = functools.cache(lambda taken: fit_to_slices(taken, booked, hosts) is not None)
-    membership = _join(process, addresses, SlicePolicy(booked, hosts, wait, limit, fits))
-    if os.environ.pop("MEGASCALE_NUM_SLICES", "") and len(membership.slices) > 1:
-        os.environ["MEGASCALE_NUM_SLICES"] = str(len(membership.slices))
-        os.environ["MEGASCALE_SLICE_ID"] = str(membership.process.number // hosts)
-        os.environ["MEGASCALE_COORDINATOR_ADDRESS"] = membership.process.address.rpartition(":")[0]
-    return membership
-
-
-def _join(process: ProcessInfo, firsts: list[Address], policy: SlicePolicy) -> Membership:
-    """Reports to the first process of each slice until one of them starts a run with this slice."""
-    start, own_slice = time.monotonic(), process.number // policy.hosts
-    answers: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
-    is_over, arrivals, listener = threading.Event(), Arrivals(policy, own_slice), None
-
-    def report(connection: Connection) -> None:
-        """Reports this process and its waiting time; a second report accepts a decision."""
-        with contextlib.suppress(OSError):  # a listener that has left is noticed soon
-            connection.send_bytes(json.dumps([process.number, time.monotonic() - start]).encode())
-
-    def exchange(address: Address) -> None:
-        """Reports to a slice's first process and queues its answers; None once it has left."""
-        answered: Connection | None = None
-        while answered is None and not is_over.wait(_RETRY):
-            with contextlib.suppress(OSError, EOFError), _connect(address) as connection:
-                report(connection)
-                while not is_over.is_set():
-                    if connection.poll(_RETRY):
-                        answers.put((connection, json.loads(connection.recv_bytes())))
-                        answered = connection
-        if answered is not None:
-            answers.put((answered, None))
-
-    with contextlib.ExitStack() as stack:
-        if process.number % policy.hosts == 0:
-            listener = LateJoinListener(process, firsts[own_slice], arrivals)
-            stack.callback(listener.close)
-        stack.callback(is_over.set)
-        for address in firsts:
-            threading.Thread(target=exchange, args=(address,), name="slices", daemon=True).start()
-        accepted: Connection | None = None  # whose decision this process accepts
-        limit: float | None = policy.wait + policy.limit
-        while True:
-            try:
-                connection, answer = answers.get(timeout=limit)
-            except queue.Empty:
-                missing = "" if listener is None else f" ({listener.missing()} did not arrive)"
-                raise Unavailable(
-                    f"process {process.number} ({socket.gethostname()}) has waited {limit:g} "
-                    f"seconds for enough slices of {process.address}{missing}; see their own "
-                    "output for the reason, and start all of them again"
-                ) from None
-            if accepted not in (None, connection):
-                continue  # a second decision, which came too late
-            if answer is None:
-                raise Unavailable(
-                    f"the run that started without slice {own_slice} has ended; run again to resume"
-                )
-            arrivals.is_decided = True  # this slice must not decide any more
-            if accepted is None:
-                limit = None  # waits until the run without this slice ends
-                if own_slice in answer["slices"] and answer["kind"] == "decided":
-                    accepted, limit = connection, _ACCEPT
-                    report(connection)
-            elif answer["kind"] == "start":
-                break
-        taken = tuple(answer["slices"])
-        number = taken.index(own_slice) * policy.hosts + process.number % policy.hosts
-        if number == 0:
-            is_over.set()
-            stack.pop_all()  # the listener stays open
-    member = ProcessInfo(answer["address"], number, len(taken) * policy.hosts)
-    return Membership(member, taken, policy, None if number else listener)
-
-
-class LateJoinListener:
-    """The server on a slice's first process, to which all processes report.
-
-    It sends the decision about the slices to all processes, and to those that arrive later, as long
-    as process 0 runs. The run starts when all its processes have accepted the decision: if two
-    listeners decide at the same time, all processes can accept only one of them.
+    If its slice decides which slices train (see `Arrivals`), it proposes these to all processes.
+    The run starts when all processes of these slices have accepted. Each process accepts one
+    proposal only: if two servers propose at the same time, at most one run starts. The server on
+    the run's process 0 stays open, and informs processes that arrive later.
     """
 
     def __init__(self, process: ProcessInfo, address: Address, arrivals: Arrivals):
         self._process, self._arrivals = process, arrivals
         self._host, port = address
-        self._server = _listen(process, port)
-        self._numbers: dict[Connection, int] = {}  # of processes; -1: not known yet
-        self._decision: dict[str, Any] = {}
-        self._accepted: set[int] = set()  # processes
+        self._listener = _listen(process, port)
+        self._process_numbers: dict[Connection, int] = {}  # -1 until the process has reported
+        self._proposal: dict[str, Any] = {}
+        self._accepted: set[int] = set()  # processes that have accepted the proposal
         self._is_open = True
-        self._thread = threading.Thread(target=self._serve, name="late_join", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         self._thread.start()
 
-    def waiting(self) -> list[int]:
+    def waiting_slices(self) -> list[int]:
         """Returns the complete slices that do not train."""
-        return [n for n in self._arrivals.complete_slices() if n not in self._decision["slices"]]
+        return [n for n in self._arrivals.complete_slices() if n not in self._proposal["slices"]]
 
-    def missing(self) -> str:
-        """Returns a description of the missing processes of this slice."""
-        policy, first = self._arrivals.policy, self._process.number
-        missing = {*range(first, first + policy.hosts)} - self._arrivals.arrived.keys()
-        return f"process {', '.join(map(str, sorted(missing)))}" if missing else "other slices"
+    def find_missing(self) -> str:
+        """Returns which processes of this slice are missing; if none is, "other slices"."""
+        first = self._process.number
+        expected = {*range(first, first + self._arrivals.policy.processes_per_slice)}
+        missing = sorted(expected - self._arrivals.arrived.keys())
+        return f"process {', '.join(map(str, missing))}" if missing else "other slices"
 
     def close(self) -> None:
         """Stops the server."""
@@ -336,46 +246,201 @@ class LateJoinListener:
 
     def _serve(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._server)
+            stack.enter_context(self._listener)
             while self._is_open:
-                for ready in wait_for_messages([self._server, *self._numbers], _RETRY):
-                    if not isinstance(ready, Connection):  # the server: a process connects
-                        connection = _make_connection(self._server.accept()[0])
-                        self._numbers[stack.enter_context(connection)] = -1
+                sources = [self._listener, *self._process_numbers]
+                for ready in wait_for_messages(sources, _POLL_INTERVAL):
+                    if not isinstance(ready, Connection):  # the listener: a process connects
+                        connection = _make_connection(self._listener.accept()[0])
+                        self._process_numbers[stack.enter_context(connection)] = -1
                         continue
                     try:
-                        self._receive(ready, *json.loads(ready.recv_bytes(_MOST_BYTES)))
+                        self._receive(ready, *json.loads(ready.recv_bytes(_MAX_MESSAGE_BYTES)))
                     except (OSError, EOFError, LookupError, ValueError, TypeError):
-                        # A stranger, or the process has left.
-                        self._arrivals.remove(self._numbers.pop(ready, -1))
+                        # The process has ended, or the sender is no process of the run.
+                        self._arrivals.remove(self._process_numbers.pop(ready, -1))
                         ready.close()
-                if not self._decision and (taken := self._arrivals.choose_slices(time.monotonic())):
-                    self._decide(taken)
+                chosen = () if self._proposal else self._arrivals.choose_slices(time.monotonic())
+                if chosen:
+                    self._propose(chosen)
 
-    def _receive(self, connection: Connection, number: int, waited: float) -> None:
+    def _receive(self, connection: Connection, number: int, seconds_waited: float) -> None:
+        """Handles a report; see `_Client.report`."""
         if not 0 <= number < self._process.count:
             raise ValueError(number)
-        if self._numbers[connection] == number:
+        if self._process_numbers[connection] == number:  # its second report: it accepts
             self._accepted.add(number)
-            if len(self._accepted) == len(self._decision["slices"]) * self._arrivals.policy.hosts:
-                self._send("start")
+            slice_size = self._arrivals.policy.processes_per_slice
+            if len(self._accepted) == len(self._proposal["slices"]) * slice_size:
+                self._send(_START)
             return
-        for old in [other for other, owner in self._numbers.items() if owner == number]:
-            del self._numbers[old]  # its machine went away without closing the connection
+        # If its machine failed, an earlier connection of this process may still be open.
+        for old in [other for other, owner in self._process_numbers.items() if owner == number]:
+            del self._process_numbers[old]
             old.close()
-        self._numbers[connection] = number
-        self._arrivals.add(number, time.monotonic() - waited)
-        if self._decision:
-            self._send("running", connection)
+        self._process_numbers[connection] = number
+        self._arrivals.add(number, time.monotonic() - seconds_waited)
+        if self._proposal:
+            self._send(_TOO_LATE, connection)
 
-    def _decide(self, taken: tuple[int, ...]) -> None:
-        # JAX's own service gets another, free port: later processes connect to this one.
-        with _listen(self._process, 0) as server:
+    def _propose(self, active_slices: tuple[int, ...]) -> None:
+        # JAX's coordinator gets another port, because later processes connect to this server's.
+        with _listen(self._process, 0) as free:
             host = f"[{self._host}]" if ":" in self._host else self._host
-            self._decision = {"slices": taken, "address": f"{host}:{server.getsockname()[1]}"}
-        self._send("decided")
+            address = f"{host}:{free.getsockname()[1]}"
+        self._proposal = {"slices": active_slices, "address": address}
+        self._send(_PROPOSAL)
 
     def _send(self, kind: str, *receivers: Connection) -> None:
-        for connection in receivers or [c for c, number in self._numbers.items() if number >= 0]:
-            with contextlib.suppress(OSError):  # JAX will notice that this process has left
-                connection.send_bytes(json.dumps(self._decision | {"kind": kind}).encode())
+        """Sends the proposal with this kind to the receivers, by default to all processes."""
+        processes = [key for key, number in self._process_numbers.items() if number >= 0]
+        for connection in receivers or processes:
+            with contextlib.suppress(OSError):  # the receiver has ended, which JAX will detect
+                connection.send_bytes(json.dumps(self._proposal | {"kind": kind}).encode())
+
+
+class _Client:
+    """The connections of this process to the servers of all slices, with a thread for each.
+
+    `messages` gets each message of a server with its connection, and None as the last one when the
+    server has ended.
+    """
+
+    def __init__(self, process_number: int, addresses: list[Address]):
+        self.messages: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]]
+        self.messages = queue.SimpleQueue()
+        self._process_number, self._start = process_number, time.monotonic()
+        self.stop = threading.Event()  # ends the threads
+        for args in ((address,) for address in addresses):
+            threading.Thread(target=self._run, args=args, name="slices", daemon=True).start()
+
+    def report(self, connection: Connection) -> None:
+        """Sends this process's number and waiting time; a second report accepts a proposal."""
+        report = [self._process_number, time.monotonic() - self._start]
+        with contextlib.suppress(OSError):  # the server has ended, which its thread will notice
+            connection.send_bytes(json.dumps(report).encode())
+
+    def _run(self, address: Address) -> None:
+        """Connects to a server, repeatedly until it has sent a message, and queues its messages."""
+        while not self.stop.wait(_RETRY_INTERVAL):
+            with contextlib.suppress(OSError), _connect(address) as connection:
+                if self._queue_messages(connection):
+                    self.messages.put((connection, None))
+                    return
+
+    def _queue_messages(self, connection: Connection) -> bool:
+        """Queues a server's messages until it ends; returns whether there were any."""
+        has_message = False
+        self.report(connection)
+        with contextlib.suppress(OSError, EOFError):  # the server has ended
+            while not self.stop.is_set():
+                if connection.poll(_POLL_INTERVAL):
+                    self.messages.put((connection, json.loads(connection.recv_bytes())))
+                    has_message = True
+        return has_message
+
+
+class Membership(NamedTuple):
+    """The slices that take part in a run, which were chosen when it started or resumed."""
+
+    process: ProcessInfo  # of this process, numbered among the processes that train
+    slices: tuple[int, ...]  # numbers of the active slices, among all slices of the run
+    policy: SlicePolicy
+    server: RendezvousServer | None  # on process 0, where slices that arrive later wait
+
+    @property
+    def bind_address(self) -> str:
+        """Returns where JAX's coordinator listens: not at the port of `server`, which is in use."""
+        host = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[0] or "[::]"
+        return f"{host}:{self.process.address.rpartition(':')[2]}"
+
+
+def join_rendezvous(
+    process: ProcessInfo, wait_seconds: float, give_up_seconds: float, fit_to_slices: FitToSlices
+) -> Membership:
+    """Waits until a run starts with the slice of this process; sets libtpu's MEGASCALE_* variables.
+
+    For the seconds see `SlicePolicy`.
+
+    Raises:
+      Unavailable: too few slices have come, or the run that started without this one has ended.
+    """
+    addresses = [_parse_address(address) for address in process.address.split(",")]
+    slice_count = len(addresses)
+    slice_size, remainder = divmod(process.count, slice_count)
+    if remainder:
+        raise InputError(
+            f"JAX_NUM_PROCESSES={process.count}: not a multiple of the {slice_count} slices "
+            "whose first processes JAX_COORDINATOR_ADDRESS names"
+        )
+
+    is_usable = functools.cache(lambda n: fit_to_slices(n, slice_count, slice_size) is not None)
+    policy = SlicePolicy(slice_count, slice_size, wait_seconds, give_up_seconds, is_usable)
+    membership = _join(process, addresses, policy)
+    uses_megascale = os.environ.pop("MEGASCALE_NUM_SLICES", "") != ""
+    if uses_megascale and len(membership.slices) > 1:
+        os.environ["MEGASCALE_NUM_SLICES"] = str(len(membership.slices))
+        os.environ["MEGASCALE_SLICE_ID"] = str(membership.process.number // slice_size)
+        os.environ["MEGASCALE_COORDINATOR_ADDRESS"] = membership.process.address.rpartition(":")[0]
+    return membership
+
+
+def _join(process: ProcessInfo, addresses: list[Address], policy: SlicePolicy) -> Membership:
+    """Reports to the servers of all slices until one of them starts a run with this slice."""
+    own_slice, index_in_slice = divmod(process.number, policy.processes_per_slice)
+    arrivals, server = Arrivals(policy, own_slice), None
+    with contextlib.ExitStack() as stack:
+        if index_in_slice == 0:
+            server = RendezvousServer(process, addresses[own_slice], arrivals)
+            stack.callback(server.close)
+        client = _Client(process.number, addresses)
+        stack.callback(client.stop.set)
+        message = _wait_for_start(process, client, server, arrivals)
+        active_slices = tuple(message["slices"])
+        number = active_slices.index(own_slice) * policy.processes_per_slice + index_in_slice
+        if number == 0:
+            client.stop.set()
+            stack.pop_all()  # so that `server` stays open, for slices that arrive later
+    count = len(active_slices) * policy.processes_per_slice
+    member = ProcessInfo(message["address"], number, count)
+    return Membership(member, active_slices, policy, None if number else server)
+
+
+def _wait_for_start(
+    process: ProcessInfo, client: _Client, server: RendezvousServer | None, arrivals: Arrivals
+) -> dict[str, Any]:
+    """Accepts the first proposal with this slice; returns the message that starts the run.
+
+    If a run starts without this slice, waits until it has ended, and raises Unavailable.
+    """
+    policy, own_slice = arrivals.policy, arrivals.own_slice
+    accepted: Connection | None = None  # to the server whose proposal this process has accepted
+    timeout: float | None = policy.wait_seconds + policy.give_up_seconds
+    while True:
+        try:
+            connection, message = client.messages.get(timeout=timeout)
+        except queue.Empty:
+            missing = "" if server is None else f" ({server.find_missing()} did not arrive)"
+            event = f"enough slices of {process.address}{missing}"
+            if accepted is not None:
+                event = "all processes of the chosen slices to accept the start"
+            raise Unavailable(
+                f"process {process.number} ({socket.gethostname()}) has waited {timeout:g} seconds "
+                f"for {event}; see the output of the others for the reason, and start all again"
+            ) from None
+        if accepted is not None and connection is not accepted:
+            continue  # another proposal, which came too late
+        if message is None:
+            reason = f"the run that started without slice {own_slice} has ended"
+            if accepted is not None:
+                reason = f"the run of slice {own_slice} ended before all processes were connected"
+            raise Unavailable(f"{reason}; run again to resume")
+        arrivals.is_decided = True  # so that this slice proposes nothing any more
+        if accepted is not None:
+            if message["kind"] == _START:
+                return message
+        elif message["kind"] == _PROPOSAL and own_slice in message["slices"]:
+            accepted, timeout = connection, _ACCEPT_TIMEOUT
+            client.report(connection)
+        else:
+            timeout = None  # the run without this slice may take days

@@ -1,11 +1,12 @@
-"""Which slices of a run train, and when the run restarts with more of them.
+"""Decides which slices of a run train, and when the run restarts with more of them.
 
-A run is booked on slices: groups of equally many hosts. Some slices may be unavailable for hours. A
-start takes the slices that have arrived, as many as divide its batches. Slices that arrive later
-wait, and the run stops for them when the restart gains more steps than it costs.
+A run is configured for a number of slices, groups of equally many hosts. Some slices may be missing
+for hours. At a start the run takes as many of the slices that have arrived as it can divide its
+batches by: the active slices. Slices that arrive later wait, and the run restarts with them when
+that gains more steps than it costs.
 
-This module does not wait, read a clock or use sockets: `distributed.rendezvous` passes in which
-processes arrive, and when. Times are seconds of one clock, of any origin.
+This module does not wait, read a clock or use sockets: `distributed.rendezvous` tells it which
+processes have arrived, and when. Times are in seconds, all by the same clock.
 """
 
 import dataclasses
@@ -15,146 +16,160 @@ from typing import Any
 
 from bert_jax.config import Experiment
 
+Timings = Sequence[Mapping[str, Any]]  # lines of timings.jsonl
+
 # Seconds from the end of a run to the next rendezvous: the time that a launcher takes.
-LAUNCH = 90.0
+_LAUNCH_SECONDS = 90.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SlicePolicy:
-    """The slices that a run is booked on, and for how long a start waits for them."""
+    """The number of slices of a run, and for how long a start waits for them."""
 
-    booked: int  # slices
-    hosts: int  # processes of each slice
-    wait: float  # seconds that a complete slice waits for the others
-    limit: float  # further seconds until a process without an answer gives up
-    fits: Callable[[int], bool]  # whether the run can use this number of slices
+    slice_count: int  # slices that the run is configured for
+    processes_per_slice: int
+    wait_seconds: float  # how long a start waits for the other slices once one is complete
+    give_up_seconds: float  # how much longer a process waits for the decision
+    is_usable: Callable[[int], bool]  # whether the run can train on this number of slices
 
-    def largest_usable(self, present: int) -> int:
-        """Returns the largest number of slices, up to `present`, that can train; 0 if none can."""
-        return next((n for n in range(present, 0, -1) if self.fits(n)), 0)
+    def largest_usable(self, count: int) -> int:
+        """Returns the largest number of slices, up to `count`, that can train; 0 if none can."""
+        return next((n for n in range(count, 0, -1) if self.is_usable(n)), 0)
 
 
 class Arrivals:
-    """The processes that have arrived at the first process of a slice.
+    """The processes that have arrived, as seen by the first process of one slice.
 
-    All processes report to the first process of each slice; the lowest complete slice decides.
+    All processes report to the first process of each slice. A slice is complete once all its
+    processes have arrived. The lowest-numbered complete slice decides which slices train.
     """
 
     def __init__(self, policy: SlicePolicy, own_slice: int):
         self.policy, self.own_slice = policy, own_slice
         self.arrived: dict[int, float] = {}  # {process: time of its arrival}
-        self.is_decided = False  # the slices were chosen, perhaps without this one
+        self.is_decided = False  # whether this or another slice has decided
 
-    def add(self, process: int, since: float) -> None:
+    def add(self, process: int, arrival_time: float) -> None:
         """Adds a process that has arrived."""
-        self.arrived = self.arrived | {process: since}  # a new dict: other threads read the old one
+        # A new dict, because another thread may be reading the old one.
+        self.arrived = self.arrived | {process: arrival_time}
 
     def remove(self, process: int) -> None:
-        """Removes a process that has left, if it was there."""
-        self.arrived = {other: since for other, since in self.arrived.items() if other != process}
+        """Removes a process that has ended; does nothing if it had not arrived."""
+        self.arrived = {key: value for key, value in self.arrived.items() if key != process}
 
     def complete_slices(self) -> dict[int, float]:
-        """Returns the slices with all processes, in order, and when their last one arrived."""
+        """Returns {complete slice: time at which its last process arrived}, by slice number."""
         times: dict[int, list[float]] = {}
-        for process, since in self.arrived.items():
-            times.setdefault(process // self.policy.hosts, []).append(since)
-        complete = (slice_ for slice_ in sorted(times) if len(times[slice_]) == self.policy.hosts)
+        for process, arrival_time in self.arrived.items():
+            times.setdefault(process // self.policy.processes_per_slice, []).append(arrival_time)
+        complete = [n for n in sorted(times) if len(times[n]) == self.policy.processes_per_slice]
         return {slice_: max(times[slice_]) for slice_ in complete}
 
     def choose_slices(self, now: float) -> tuple[int, ...]:
-        """Returns the slices that train; () if it is too early, none fit or another chooses."""
+        """Returns the slices that train; () if too early, none are usable or another decides."""
         complete = self.complete_slices()
         if self.is_decided or self.own_slice != min(complete, default=None):
             return ()
         count = self.policy.largest_usable(len(complete))
-        if len(complete) == self.policy.booked:
-            return tuple(complete)[: count or None]  # if none fits, a later check explains why
-        if now - min(complete.values()) < self.policy.wait:
+        if len(complete) == self.policy.slice_count:
+            # If no number is usable, the run starts anyway, and a later check reports the reason.
+            return tuple(complete)[:count] if count else tuple(complete)
+        if now - min(complete.values()) < self.policy.wait_seconds:
             return ()
         return tuple(complete)[:count]
 
 
 def restart_pays_off(
-    policy: SlicePolicy, taken: int, waiting: int, until: float, cost: float
+    policy: SlicePolicy, active_count: int, waiting_count: int, seconds_to_stop: float, cost: float
 ) -> bool:
-    """Tells whether restarting now, with the waiting slices, gives more steps than waiting.
+    """Returns whether a restart with the waiting slices now gives more steps than training on.
 
-    The run would stop in `until` seconds anyway. A restart takes `cost` seconds without steps.
+    In `seconds_to_stop` the run would stop anyway. A restart takes `cost` seconds without steps.
     """
-    return (until - cost) * policy.largest_usable(taken + waiting) > until * taken
+    count = policy.largest_usable(active_count + waiting_count)
+    return (seconds_to_stop - cost) * count > seconds_to_stop * active_count
 
 
-def fit_to_slices(
-    experiment: Experiment, taken: int, booked: int, shards: int
+def adapt_experiment(
+    experiment: Experiment, active_count: int, slice_count: int, shards_per_slice: int
 ) -> Experiment | None:
-    """Returns the experiment for `taken` of its `booked` slices; None if it cannot run on these.
+    """Returns the experiment for `active_count` of its `slice_count` slices; None if impossible.
 
-    A device's micro-batch has as many rows as on all slices, or fewer if that divides no batch.
-    Each slice splits its rows into `shards` parts.
+    Batches stay the same. Each device's micro-batch stays as large as on all slices, or becomes
+    smaller to divide the batch. A slice splits its rows of a batch into `shards_per_slice` shards.
     """
-    placement, update = experiment.parallelism, experiment.optimizer
-    slices, uneven = divmod(placement.slices * taken, booked) if placement.slices > 1 else (1, 0)
-    replicas = update.reference_replicas if update.clip == "per_replica" else 0
-    uneven = uneven or replicas % (taken * shards)
+    if active_count == slice_count:
+        return experiment
+    placement, optimizer = experiment.parallelism, experiment.optimizer
+    shards, mesh_slices = active_count * shards_per_slice, placement.slices
+    if mesh_slices > 1:  # shrinks in proportion; it may be another number than `slice_count`
+        mesh_slices, remainder = divmod(mesh_slices * active_count, slice_count)
+        if remainder:
+            return None
+    clips_groups = optimizer.clip == "per_replica"
+    if clips_groups and optimizer.reference_replicas % shards:
+        return None  # each group of rows that is clipped must be on one device
     accumulation = []
     for number, phase in enumerate(experiment.phases):
-        booked_accumulation = placement.accumulation_of(number)
-        rows = phase.batch_size // (taken * shards)
-        most_rows = phase.batch_size // (booked * shards * booked_accumulation)
-        uneven = uneven or phase.batch_size % (taken * shards) or not most_rows
-        counts = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most_rows)
-        accumulation.append(booked_accumulation if replicas or uneven else next(counts))
-    if taken == booked or uneven:
-        return experiment if taken == booked else None
-    changed = dataclasses.replace(placement, slices=slices, accumulation=tuple(accumulation))
+        micro_batches = placement.accumulation_of(number)
+        # Rows of a micro-batch of a shard on all slices, then rows of a batch of a shard on these.
+        max_rows = phase.batch_size // (slice_count * shards_per_slice * micro_batches)
+        rows, remainder = divmod(phase.batch_size, shards)
+        if remainder or not max_rows:
+            return None
+        if not clips_groups:  # groups stay whole instead of being split into micro-batches
+            counts = (n for n in range(1, rows + 1) if rows % n == 0)
+            micro_batches = next(n for n in counts if rows // n <= max_rows)
+        accumulation.append(micro_batches)
+    changed = dataclasses.replace(placement, slices=mesh_slices, accumulation=tuple(accumulation))
     return dataclasses.replace(experiment, parallelism=changed)
 
 
 def missing_since(
-    lines: Iterable[Mapping[str, Any]], taken: Iterable[int], booked: int, now: float
+    timings: Timings, active_slices: Iterable[int], slice_count: int, now: float
 ) -> dict[str, float]:
-    """Returns {slice: time of the first start without it}, in seconds since 1970.
+    """Returns {missing slice: time of the first start without it}, in seconds since 1970.
 
-    `lines` are those of timings.jsonl; the lines of starts have `slices`.
+    `timings` are the earlier lines of timings.jsonl; those of starts have the key "slices".
     """
     since: dict[int, float] = {}
-    starts = [(line["time"], line["slices"]["taken"]) for line in lines if "slices" in line]
-    for start, present in [*starts, (now, [*taken])]:
-        missing = {*range(booked)} - {*present}
-        since = {slice_: since.get(slice_, start) for slice_ in sorted(missing)}
-    return {str(slice_): start for slice_, start in since.items()}
+    starts = [(line["time"], line["slices"]["taken"]) for line in timings if "slices" in line]
+    for start_time, present in [*starts, (now, [*active_slices])]:
+        missing = {*range(slice_count)} - {*present}
+        since = {slice_: since.get(slice_, start_time) for slice_ in sorted(missing)}
+    return {str(slice_): start_time for slice_, start_time in since.items()}
 
 
-def describe_missing(since: Mapping[str, float], booked: int) -> str:
-    """Returns a line for people about how many slices train and which are missing."""
-    missing = (
-        f"{slice_} is missing since {time.strftime('%Y-%m-%d %H:%M', time.localtime(start))}"
-        for slice_, start in since.items()
-    )
-    return ", ".join([f"slices: {booked - len(since)} of {booked} train", *missing])
+def describe_missing(since: Mapping[str, float], slice_count: int) -> str:
+    """Returns a sentence for the log: how many slices train, and which are missing."""
+    times = {key: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) for key, t in since.items()}
+    missing = [f"slice {key} has been missing since {text}" for key, text in times.items()]
+    return ", ".join([f"slices: {slice_count - len(since)} of {slice_count} train", *missing])
 
 
-def is_due(
+def should_restart(
     policy: SlicePolicy,
-    taken: int,
-    waiting: int,
-    lines: Sequence[Mapping[str, Any]],
+    active_count: int,
+    waiting_count: int,
+    timings: Timings,
     now: float,
-    left: int,
+    steps_left: int,
 ) -> bool:
-    """Tells whether a run should stop now for waiting slices, by the lines of timings.jsonl.
+    """Returns whether a run should stop now to restart with the waiting slices.
 
-    The next stop for another reason is expected after the mean time between such stops; ends that
-    were stops for slices have `for_slices`. A start costs as much as the last one did. `now` is in
-    seconds since 1970; `left` steps are left.
+    `timings` are the lines of timings.jsonl. The time until the next stop for another reason is
+    estimated as the mean time between such stops so far; lines of stops for slices have the key
+    "for_slices". A restart costs as much as the last start. `now` is in seconds since 1970.
     """
-    starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
-    current = lines[starts[-1] :]  # since the last start
-    compilation = sum(line.get("compilation_seconds", 0.0) for line in current)
-    train_lines = [line for line in current if line["kind"] == "train"]
+    starts = [number for number, line in enumerate(timings) if line["kind"] == "start"]
+    since_start = timings[starts[-1] :]
+    compilation = sum(line.get("compilation_seconds", 0.0) for line in since_start)
+    train_lines = [line for line in since_start if line["kind"] == "train"]
     steps = sum(line["steps"] for line in train_lines)
     seconds_per_step = (sum(line["seconds"] for line in train_lines) - compilation) / max(steps, 1)
-    stops_for_slices = sum("for_slices" in line for line in lines)
-    between = max(now - lines[starts[0]]["time"], 0.0) / max(len(starts) - stops_for_slices, 1)
-    cost = LAUNCH + current[0]["seconds"] + compilation
-    return restart_pays_off(policy, taken, waiting, min(between, seconds_per_step * left), cost)
+    other_stops = len(starts) - sum("for_slices" in line for line in timings)
+    mean_interval = max(now - timings[starts[0]]["time"], 0.0) / max(other_stops, 1)
+    seconds_to_stop = min(mean_interval, seconds_per_step * steps_left)
+    cost = _LAUNCH_SECONDS + since_start[0]["seconds"] + compilation
+    return restart_pays_off(policy, active_count, waiting_count, seconds_to_stop, cost)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import jax
 from jax.experimental import multihost_utils
 
+from bert_jax import foreign
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import INTERRUPTED, UNAVAILABLE
@@ -39,8 +41,9 @@ class StopRequest:
         self._old_handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "StopRequest":
-        if self._is_shared:
-            peers_lib.notice_sigterm()
+        if self._is_shared:  # JAX handles SIGTERM
+            jax.config.update("jax_enable_preemption_service", True)
+            foreign.distributed_state().initialize_preemption_sync_manager()
         else:
             self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
         self._old_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
@@ -92,7 +95,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, coordinates: bool = False):
-        self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
+        self._seconds = peers_lib.read_seconds("BERT_JAX_HANG_AFTER") or seconds
         self._print_seconds = 5 * _PRINT if coordinates else _PRINT
         self._deadline = float("inf")
         # Setting faulthandler and SIGALRM after each step would slow down fast steps. Both may fire

@@ -57,7 +57,7 @@ class PretrainingJob(Job):
     def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Experiment | None:
         # make_mesh rejects a tensor axis that is longer than a slice.
         shards = max(hosts * system.local_device_count() // self.experiment.parallelism.tensor, 1)
-        return slices.fit_to_slices(self.experiment, taken, booked, shards)
+        return slices.adapt_experiment(self.experiment, taken, booked, shards)
 
     def read(self, mesh: jax.sharding.Mesh) -> None:
         require_runnable(self.experiment, mesh)

@@ -57,7 +57,9 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         peers = stack.enter_context(peers_lib.connect_processes(wait, job.fit_to_slices))
         if peers.membership is not None:
             taken, policy = len(peers.membership.slices), peers.membership.policy
-            job.experiment = experiment = job.fit_to_slices(taken, policy.booked, policy.hosts)
+            job.experiment = experiment = job.fit_to_slices(
+                taken, policy.slice_count, policy.processes_per_slice
+            )
         if not peers.is_primary:
             progress.silence()
         stack.callback(retry.waits.reset)

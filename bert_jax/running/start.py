@@ -181,7 +181,9 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
 
     def first_error(name: str, error: str) -> str:
         # Waits long: a process repeats reads for a while before it gives up.
-        return context.peers.first_error(f"checkpoint {name}", error, patience=2 * retry.GIVE_UP)
+        return context.peers.exchange_errors(
+            f"checkpoint {name}", error, patience=2 * retry.GIVE_UP
+        )
 
     checkpoints, restored = context.saves.checkpoints, None
     with checkpoints.folder.cache_reads(), contextlib.suppress(InputError):
@@ -239,7 +241,8 @@ def _await_same_steps(context: Context) -> None:
             saver.refresh()
             return ", ".join(map(str, saver.checkpoints.steps))
 
-    peers.agree("last save", "")  # before, process 0 may still be saving a checkpoint
+    # Until all are here, process 0 may still be saving a checkpoint.
+    peers.wait_at_barrier("last save", is_timed=True)
     peers.await_same(
         "checkpoints", list_steps, "run again once all see the same files", Unavailable
     )

@@ -123,7 +123,9 @@ class Trainer:
         """Returns and logs how the run ended; `error` is why its last state was not saved."""
         saves = self.context.saves
         if isinstance(error, Divergence):
-            saves.skip(f"the run must roll back over the steps {error.bad[0]} to {error.bad[-1]}")
+            saves.set_unsaved_reason(
+                f"the run must roll back over the steps {error.bad[0]} to {error.bad[-1]}"
+            )
         reason = str(error) if isinstance(error, RunFailure) else saves.unsaved_reason
         outcome = "finished" if self._is_finished and not reason else "stopped"
         outcome = "failed" if isinstance(error, RunFailure) else outcome
@@ -291,7 +293,7 @@ class Trainer:
         if isinstance(error, SilentCorruption) and error.is_last:
             context.mirror.flush()  # the files of process 0 are lost when it ends
             message = f"{event}, again; run again on another machine"
-            context.peers.agree("devices", message, Unavailable)
+            context.peers.raise_first_error("devices", message, Unavailable)
 
     # --- evaluate -------------------------------------------------------------------------------
 
@@ -356,7 +358,9 @@ class Trainer:
         sums, bad = jax.device_get((state.window, state.arrays["bad_in_a_row"]))
         if bad and not self._is_finished:
             # A roll-back needs an older checkpoint, and only a few are kept.
-            saves.skip(f"no finite loss or gradient in the last {pluralize(int(bad), 'step')}")
+            saves.set_unsaved_reason(
+                f"no finite loss or gradient in the last {pluralize(int(bad), 'step')}"
+            )
             self.job.report(f"step {state.done}: {saves.unsaved_reason}")
             return
         evaluated = state.evaluation if state.evaluation.get("step") == state.done else {}
@@ -371,7 +375,7 @@ class Trainer:
         }
         if self.job.training.patience:
             metadata["held_out"] = [*state.held_out]  # a copy: saving is asynchronous
-        saves.wait_for_previous()
+        saves.wait_and_tolerate_failure()
         with saves.tolerate_full_disk(state.done):
             # Before the checkpoint, since a resumed run does not write these lines again.
             self.log.lines.flush()

@@ -25,10 +25,10 @@ def test_the_message_about_a_lost_save_names_its_own_step(error, tmp_path, monke
     commit = atomicity.on_commit_callback
     with saves_in(tmp_path, Run(when_disk_is_full="go_on")) as saved:
         saved.save(4, {"x": jnp.zeros(3)}, {})
-        saved.wait_for_previous()
+        saved.wait_and_tolerate_failure()
         monkeypatch.setattr(atomicity, "on_commit_callback", failing(error, then=commit))
         saved.save(7, {"x": jnp.zeros(3)}, {})
-        saved.wait_for_previous()
+        saved.wait_and_tolerate_failure()
     assert re.findall(r"^step (\d+):", capsys.readouterr().out, re.MULTILINE) == ["7"]
     assert saved.step == 4 and saved.checkpoints.steps == [4]
 

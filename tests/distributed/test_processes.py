@@ -229,7 +229,7 @@ def test_a_run_goes_on_without_slice_0_and_takes_it_once_it_has_come(text):
     run += ("--set", "run.wait_for_slices_seconds=8")
     code, lines = pod(folder, "short", 2, "0 3 late", *run, flags=("--slices", 2))
     assert code == 74 and "slice 0 has ended" in said(lines, 0)[0]
-    assert any("1 of 2 train, 0 is missing since" in line for line in lines)
+    assert any("1 of 2 train, slice 0 has been missing since" in line for line in lines)
     found = {"short": rows(folder, "short")}
     at = max(found["short"]) + 1
     assert 3 < at < STEPS and at % 4 == 0 and (folder / "short" / "checkpoints" / str(at)).is_dir()

@@ -80,7 +80,9 @@ def test_time_is_counted_from_when_the_first_slice_was_whole_and_who_leaves_is_m
 def test_a_run_stops_for_slices_that_wait_if_and_only_if_it_wins_steps(
     taken, waiting, until, cost, won
 ):
-    policy = dataclasses.replace(HALVES, booked=16, fits=lambda n: n >= 15 or n in (1, 2, 4, 8))
+    policy = dataclasses.replace(
+        HALVES, slice_count=16, is_usable=lambda n: n >= 15 or n in (1, 2, 4, 8)
+    )
     assert slices.restart_pays_off(policy, taken, waiting, until, cost) is won
 
 
@@ -90,7 +92,7 @@ def test_how_long_a_run_goes_on_is_learned_from_its_stops():
     def due(now: float, left: int, *more: dict) -> bool:
         start = {"kind": "start", "time": 0.0, "seconds": 60.0}
         train = {"kind": "train", "steps": 10, "seconds": 150.0, "compilation_seconds": 50.0}
-        return slices.is_due(HALVES, 2, 2, [start, *more, start, train], now, left)
+        return slices.should_restart(HALVES, 2, 2, [start, *more, start, train], now, left)
 
     # A stop costs 90 + 60 + 50 s, so that 400 s are needed until the next.
     natural, asked = {"kind": "end"}, {"kind": "end", "for_slices": [2, 3]}
@@ -129,7 +131,7 @@ def test_micro_batches_have_no_more_rows_on_fewer_slices(rows, parts, taken, acc
         [f"phases.{i}.batch_size={rows}" for i in (0, 1)]
         + [f"parallelism.accumulation={parts}", "parallelism.slices=16"],
     )
-    found = slices.fit_to_slices(given, taken, booked=16, shards=16)
+    found = slices.adapt_experiment(given, taken, slice_count=16, shards_per_slice=16)
     if accumulation is None:
         assert found is None
         return
@@ -145,7 +147,7 @@ def test_each_device_computes_whole_groups_of_rows_that_are_clipped(replicas, fi
     settings += ["parallelism.state=zero1", "parallelism.slices=16"]
     settings += [f"phases.{i}.batch_size=3840" for i in (0, 1)]
     given = config.override(config.load(str(EXPERIMENTS / "bert_large_pod.py")), settings)
-    found = slices.fit_to_slices(given, 15, booked=16, shards=16)
+    found = slices.adapt_experiment(given, 15, slice_count=16, shards_per_slice=16)
     assert (found is not None) == fits
     assert not fits or {*found.parallelism.accumulation} == {1}
 
@@ -191,15 +193,15 @@ def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addres
         assert len(names) == 1 and not names & {*addresses.split(",")}
         assert [one.process[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
         assert {one.slices for one in met} == {(1, 2)}
-        assert [one.listener is not None for one in met] == [True, False, False, False]
+        assert [one.server is not None for one in met] == [True, False, False, False]
         late = [pool.submit(meet, addresses, number) for number in (1, 0)]
         deadline = time.monotonic() + 20
-        while met[0].listener.waiting() != [0] and time.monotonic() < deadline:
+        while met[0].server.waiting_slices() != [0] and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert met[0].listener.waiting() == [0] and not any(one.done() for one in late)
+        assert met[0].server.waiting_slices() == [0] and not any(one.done() for one in late)
         time.sleep(2.5)  # longer than a slice waits for others where nothing goes on
         assert not any(one.done() for one in late)
-        met[0].listener.close()
+        met[0].server.close()
         assert ["slice 0 has ended" in one.result() for one in late] == [True, True]
 
 
@@ -212,7 +214,7 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
         return here if len(here) == 2 and not roll.is_decided else ()
 
     monkeypatch.setattr(Arrivals, "choose_slices", verdict)
-    monkeypatch.setattr(rendezvous, "_ACCEPT", 1.0)
+    monkeypatch.setattr(rendezvous, "_ACCEPT_TIMEOUT", 1.0)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(meet, addresses, number) for number in range(6)]
         concurrent.futures.wait(calls, 4)  # a slice that is left over waits for ever
@@ -220,8 +222,8 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
         begun = [one for one in met if not isinstance(one, str)]
         assert len({one.slices for one in begun}) <= 1 and len(begun) in (0, 4)
         for one in begun:
-            if one.listener is not None:
-                one.listener.close()
+            if one.server is not None:
+                one.server.close()
 
 
 def test_too_few_slices_end_with_what_is_missing(addresses):
