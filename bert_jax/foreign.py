@@ -10,9 +10,10 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import jax
     from jax._src.clusters.slurm_cluster import SlurmCluster
     from jax._src.distributed import State
     from jax._src.lru_cache import LRUCache
@@ -93,6 +94,106 @@ def hash_devices_only() -> None:
 
     # The functions differ in a parameter's name, and jax passes it by position.
     cache_key._hash_accelerator_config = cache_key._hash_devices  # pyrefly: ignore[bad-assignment]
+
+
+class CudnnInputs(NamedTuple):
+    """The inputs of attention by cuDNN, in both passes."""
+
+    query: "jax.Array"  # bfloat16 [B, Q, heads, width]
+    key: "jax.Array"  # bfloat16 [B, K, heads, width]
+    value: "jax.Array"  # as key
+    bias: "jax.Array | None"  # bfloat16 [B or 1, 1, Q, K], added to the scores; has no gradient
+    # int32 [B]: after so many queries and keys a row has padding; None if it is causal.
+    lengths: "jax.Array | None"
+    is_causal: bool  # whether query i attends to keys 0 to i only
+
+
+def cudnn_version() -> int | None:
+    """Returns the version of cuDNN that jax uses, such as 91002; None: jax has no CUDA.
+
+    No public name returns it.
+    """
+    from jax._src.lib import cuda_versions
+
+    return None if cuda_versions is None else cuda_versions.cudnn_get_version()
+
+
+def cudnn_refusal(width: int) -> str | None:
+    """Returns why attention by cuDNN does not support heads of this width on the devices, or None.
+
+    jax raises this error only when it traces attention.
+    """
+    import jax
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    vector, version = jax.ShapeDtypeStruct((1, 128, 1, width), "bfloat16"), cudnn_version()
+    try:
+        fused.check_is_flash_attention(vector, vector, vector, 0, version or 0, True, True)
+    except NotImplementedError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def cudnn_attention(inputs: CudnnInputs) -> "jax.Array":
+    """Returns softmax(query key / width^0.5 + bias) value: bfloat16 [B, Q, heads, width].
+
+    The public `jax.nn.dot_product_attention` computes and stores a gradient of the bias, which is
+    larger than all other results; so do these three functions not.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    return fused._dot_product_attention_fwd(*_cudnn_arrays(inputs), *_cudnn_settings(inputs))
+
+
+def cudnn_attention_forward(inputs: CudnnInputs) -> "tuple[jax.Array, jax.Array]":
+    """Returns the result of `cudnn_attention` and the logarithms of the sums of exponentials.
+
+    The latter are float32 [B, heads, Q].
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    arrays, settings = _cudnn_arrays(inputs), _cudnn_settings(inputs)
+    context, saved = fused._dot_product_attention_fwd_rule(*arrays, *settings)
+    return context, saved[len(arrays)]
+
+
+def cudnn_attention_backward(
+    inputs: CudnnInputs, sums: "jax.Array", context: "jax.Array", gradient: "jax.Array"
+) -> "tuple[jax.Array, jax.Array, jax.Array]":
+    """Returns the gradients of query, key and value.
+
+    `sums` and `context` are the results of `cudnn_attention_forward`, `gradient` is that of the
+    context.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    saved = *_cudnn_arrays(inputs), sums, context
+    return fused._dot_product_attention_bwd_rule(*_cudnn_settings(inputs), saved, gradient)[:3]
+
+
+def _cudnn_arrays(inputs: CudnnInputs) -> "tuple[jax.Array, ...]":
+    """Returns the arrays that jax's functions take first."""
+    import jax.numpy as jnp
+
+    absent = jnp.zeros(0, inputs.query.dtype)
+    bias = absent if inputs.bias is None else inputs.bias
+    lengths = (absent if inputs.lengths is None else inputs.lengths,) * 2  # of queries, of keys
+    # Offsets of queries and of keys, two page tables.
+    return inputs.query, inputs.key, inputs.value, bias, *lengths, *(absent,) * 4
+
+
+def _cudnn_settings(inputs: CudnnInputs) -> tuple[Any, ...]:
+    """Returns the settings that jax's functions take after the arrays, or before saved arrays."""
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    mask = MaskType.CAUSAL if inputs.is_causal else MaskType.NO_MASK
+    mask = mask if inputs.lengths is None else MaskType.PADDING
+    has_bias, layout = inputs.bias is not None, AttentionLayout.BTNH.value
+    # Scale, seed and rate of dropout; whether there is a bias, and a gradient of it; mask, layout,
+    # window, version; whether to return the sums.
+    scale = inputs.query.shape[-1] ** -0.5
+    version = cudnn_version() or 0
+    return scale, 0, 0.0, (has_bias, False), mask, layout, None, version, False
 
 
 # --- Orbax and etils -----------------------------------------------------------------------------

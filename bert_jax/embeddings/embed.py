@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from bert_jax import system
 from bert_jax.checkpoints.base import Base, TextVectors
-from bert_jax.config import Model
+from bert_jax.config import Model, Parallelism
 from bert_jax.embeddings import packing, vector_files
 from bert_jax.embeddings.quantized import (
     SAMPLE,
@@ -31,7 +31,7 @@ from bert_jax.embeddings.quantized import (
     recall,
 )
 from bert_jax.errors import InputError, pluralize, prefix_errors
-from bert_jax.model import heads
+from bert_jax.model import cudnn_attention, heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
@@ -348,12 +348,14 @@ def _compile(
     mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Compiles packed rows -> float32 [rows, N, W]; with pooling `tokens`, [rows, S, W]."""
+    refusal = cudnn_attention.refusal(model, mesh_lib.first_device(mesh), Parallelism())
+    loop = Loop(cudnn=refusal is None)
 
     def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: each shard has one row
         rows = Packing(batch["positions"], batch["tokens"][0], batch["places"])
         encoder = heads.merge(model, params).encoder
-        inputs = encoder, model, ids, jnp.zeros_like(ids), rows, None, Loop()
+        inputs = encoder, model, ids, jnp.zeros_like(ids), rows, None, loop
         if layers == (depth,):
             states = [encode(*inputs)]
         else:
