@@ -47,7 +47,7 @@ def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str |
     if parallelism.attention == "xla":
         return "parallelism.attention=xla"
     if model.code:
-        return f"model.code={model.code} computes its own attention"
+        return "model.code computes its own attention"
     if model.compute_dtype != "bfloat16":
         return f"model.compute_dtype={model.compute_dtype}, and cuDNN needs bfloat16"
     if parallelism.tensor > 1:
@@ -59,20 +59,16 @@ def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str |
 
 def training_refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str | None:
     """Returns what `refusal` returns, for training steps, which may drop probabilities."""
-    if (reason := refusal(model, device, parallelism)) is None and _drops_probabilities(model):
-        rate = model.attention_probs_dropout_prob
+    reason, rate = refusal(model, device, parallelism), model.attention_probs_dropout_prob
+    if reason is None and rate:
         return f"model.attention_probs_dropout_prob={rate:g}; set it to 0 for attention by cuDNN"
     return reason
-
-
-def _drops_probabilities(model: Model) -> bool:
-    return model.attention_probs_dropout_prob > 0
 
 
 def fits(model: Model, length: int, has_noise: bool) -> bool:
     """Returns whether cuDNN can compute attention in rows of this length, with or without noise."""
     # cuDNN has no gradient with a bias if the length is odd.
-    return length % 2 == 0 and not (has_noise and _drops_probabilities(model))
+    return length % 2 == 0 and not (has_noise and model.attention_probs_dropout_prob > 0)
 
 
 class CudnnAttentionShape(NamedTuple):
@@ -120,16 +116,14 @@ def attend(
 # every token and 0 for padding unless texts share rows), int32 [B, S], and `is_global`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: CudnnAttentionShape, *arrays: Any) -> jax.Array:
-    def run(blocks: Blocks) -> jax.Array:
+    def run(blocks: QueryBlocks) -> jax.Array:
         return blocks.merge(foreign.cudnn_attention(blocks.inputs(*arrays[:3])))
 
     return _run_layer(static, arrays, run)
 
 
-def _attend_forward(
-    static: CudnnAttentionShape, *arrays: Any
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    def run(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def _attend_forward(static: CudnnAttentionShape, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    def run(blocks: QueryBlocks) -> tuple[jax.Array, jax.Array]:
         context, sums = foreign.cudnn_attention_forward(blocks.inputs(*arrays[:3]))
         return blocks.merge(jnp.swapaxes(sums, 1, 2)), blocks.merge(context)
 
@@ -143,7 +137,7 @@ def _attend_backward(
 ) -> tuple[jax.Array | None, ...]:
     *arrays, sums, context = saved
 
-    def run(blocks: Blocks) -> tuple[jax.Array, ...]:
+    def run(blocks: QueryBlocks) -> tuple[jax.Array, ...]:
         cut_sums, *cut = map(blocks.cut, (sums, context, gradient))
         d_query, d_key, d_value = foreign.cudnn_attention_backward(
             blocks.inputs(*arrays[:3]), jnp.swapaxes(cut_sums, 1, 2), *cut
@@ -157,17 +151,17 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _run_layer(
-    static: CudnnAttentionShape, arrays: Sequence[Any], run: Callable[["Blocks"], Any]
+    static: CudnnAttentionShape, arrays: Sequence[Any], run: Callable[["QueryBlocks"], Any]
 ) -> Any:
     """Runs a pass for the layer, which is a global or a local one; `arrays` as in `_attend`."""
     *_, numbers, is_global = arrays
-    in_global = functools.partial(run, Blocks(static, numbers, is_local=False))
+    in_global = functools.partial(run, QueryBlocks(static, numbers, is_local=False))
     if not static.half_window:
         return in_global()
-    return lax.cond(is_global, in_global, lambda: run(Blocks(static, numbers, is_local=True)))
+    return lax.cond(is_global, in_global, lambda: run(QueryBlocks(static, numbers, is_local=True)))
 
 
-class Blocks:
+class QueryBlocks:
     """Rows as N blocks of Q queries, each with the K keys that the block attends to.
 
     In global layers a block is a row. In local layers a block is as long as two half windows, and

@@ -5,7 +5,6 @@ own attention for XLA, which gets the very inputs that cuDNN would get.
 """
 
 import dataclasses
-import functools
 import json
 import re
 import types
@@ -22,6 +21,7 @@ from bert_jax.embeddings import embed
 from bert_jax.model import attention, cudnn_attention, layers
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
+from bert_jax.running import session
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
@@ -39,6 +39,7 @@ BERT = Model(
 )
 MODERN = dataclasses.replace(BERT, kind="modern", local_window=2 * HALF, num_hidden_layers=4)
 CAUSAL = dataclasses.replace(MODERN, direction="left_to_right")
+DROPPING = dataclasses.replace(BERT, attention_probs_dropout_prob=0.1)
 
 
 # --- what is computed ----------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def stand_in(inputs):
 
 
 def stand_in_backward(inputs, sums, context, gradient):
-    """Returns the gradients by the equations of FlashAttention, from what the forward pass saved."""
+    """Returns the gradients by FlashAttention's equations, from what the forward pass saved."""
     query, key, value = inputs[:3]
     scale, positions = query.shape[-1] ** -0.5, [jnp.arange(x.shape[1]) for x in (query, key)]
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale
@@ -130,7 +131,8 @@ def test_inputs_mean_to_xla_what_its_attention_computes(
     mask = mask()
     tokens = is_token(mask)
     shape = *tokens.shape, HEADS, WIDTH
-    *qkv, weights = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(1), 4))
+    keys = jax.random.split(jax.random.key(1), 4)
+    *qkv, weights = (jax.random.normal(key, shape) for key in keys)
     weights = weights * tokens[:, :, None, None]
     cfg = dataclasses.replace(MODERN, direction=direction)
     is_global = None if is_global is None else jnp.asarray(is_global)
@@ -268,7 +270,7 @@ BY_POSITION = f"1x1x{LENGTH}x{LENGTH}xbf16"
         (MODERN, True, [expected(*LOCAL), expected(*WHOLE, BY_TEXT, "NO_MASK")]),
         (CAUSAL, False, [expected(*LOCAL), expected(*WHOLE, "", "CAUSAL")]),
         (CAUSAL, True, [expected(*LOCAL), expected(*WHOLE, BY_TEXT, "CAUSAL")]),
-        (dataclasses.replace(BERT, attention_probs_dropout_prob=0.1), False, []),
+        (DROPPING, False, []),
     ],
     ids=["bert", "windows", "windows_packed", "causal", "causal_packed", "dropout"],
 )
@@ -290,13 +292,88 @@ def test_rows_without_a_whole_number_of_blocks_have_their_window_as_a_bias(on_cu
     assert train_calls(cfg) == [local[0], whole[0], local[1], whole[1]]
 
 
-@pytest.mark.parametrize("cfg", [MODERN, dataclasses.replace(BERT, attention_probs_dropout_prob=0.1)])
+@pytest.mark.parametrize("cfg", [MODERN, DROPPING])
 def test_an_evaluation_saves_nothing_and_drops_nothing(on_cuda, cfg):
-    evaluate = step.make_eval_step.__wrapped__(Pretraining(cfg), Parallelism(), mesh_lib.one_device())
-    params = jax.eval_shape(lambda: Pretraining(cfg).init_params(jax.random.key(0)))
-    sums = jax.eval_shape(lambda: dict.fromkeys(Pretraining(cfg).metrics, jnp.zeros(2)))
+    objective, mesh = Pretraining(cfg), mesh_lib.one_device()
+    evaluate = step.make_eval_step.__wrapped__(objective, Parallelism(), mesh)
+    params = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
+    sums = jax.eval_shape(lambda: dict.fromkeys(objective.metrics, jnp.zeros(2)))
     found = calls(evaluate.trace(params, sums, random_batch(cfg)))
     (name, mask, operands, _), _ = expected(*WHOLE, "", "PADDING", lengths=True)
     context = f"{BATCH}x{HEADS}x{LENGTH}x{WIDTH}xbf16"
     assert found[-1] == (name, mask, operands, [context, "0xui8"])
     assert len(found) == (2 if cfg.kind == "modern" else 1)
+
+
+def test_packed_texts_are_embedded_in_their_slots(on_cuda):
+    features = embed.Features(normalize=True)
+    mesh, params = mesh_lib.one_device(), Pretraining(BERT).init_params(jax.random.key(0))
+    run = embed._compile(BERT, BERT.num_hidden_layers, features, (BERT.num_hidden_layers,), mesh)
+    row, tokens = np.zeros((1, 96), np.int32), np.zeros((1, BATCH, LENGTH), np.int32)
+    batch = {"input_ids": row, "positions": row, "places": row, "tokens": tokens}
+    (name, mask, operands, _), _ = expected(*WHOLE, "", "PADDING", lengths=True)
+    assert [found[:3] for found in calls(run.trace(params, batch))] == [(name, mask, operands)]
+
+
+# --- when it is used -----------------------------------------------------------------------------
+
+
+def gpu(capability="9.0", platform="gpu"):
+    return types.SimpleNamespace(platform=platform, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("changed", "parallelism", "device", "named"),
+    [
+        ({}, {}, gpu(), None),
+        ({}, {}, gpu("8.0"), None),
+        ({}, {}, gpu("12.1"), None),
+        ({}, {}, gpu(platform="cpu"), "not an NVIDIA GPU"),
+        ({}, {"attention": "xla"}, gpu(), "parallelism.attention=xla"),
+        ({"code": f"a.py:f:{64 * '0'}"}, {}, gpu(), "model.code"),
+        ({"compute_dtype": "float32"}, {}, gpu(), "model.compute_dtype=float32"),
+        ({}, {"tensor": 2}, gpu(), "parallelism.tensor=2"),
+        ({}, {}, gpu("7.5"), "capability 7.5"),
+        ({"num_attention_heads": 4}, {}, gpu(), "head dim"),  # of 4
+        ({"hidden_size": 272}, {}, gpu(), "head dim"),  # of 136
+        ({"attention_probs_dropout_prob": 0.1}, {}, gpu(), "model.attention_probs_dropout_prob"),
+    ],
+)
+def test_why_xla_computes_attention_is_said(monkeypatch, changed, parallelism, device, named):
+    monkeypatch.setattr(foreign, "cudnn_version", lambda: 91002)
+    cfg, parallelism = dataclasses.replace(BERT, **changed), Parallelism(**parallelism)
+    reason = cudnn_attention.training_refusal(cfg, device, parallelism)
+    assert reason is None if named is None else named in reason
+    if "attention_probs_dropout_prob" in changed:  # only training drops probabilities
+        assert cudnn_attention.refusal(cfg, device, parallelism) is None
+
+
+def test_a_gpu_without_cuda_is_left_to_xla():
+    assert foreign.cudnn_version() is None
+    assert "not an NVIDIA GPU" in cudnn_attention.refusal(BERT, gpu(), Parallelism())
+
+
+@pytest.mark.parametrize(
+    ("cfg", "length", "has_noise", "fits"),
+    [
+        (DROPPING, 32, False, True),
+        (DROPPING, 32, True, False),
+        (BERT, 32, True, True),
+        (BERT, 31, False, False),
+    ],
+)
+def test_odd_rows_and_dropped_probabilities_are_left_to_xla(cfg, length, has_noise, fits):
+    assert cudnn_attention.fits(cfg, length, has_noise) is fits
+
+
+@pytest.mark.parametrize(
+    ("cfg", "said"), [(DROPPING, "by XLA (model.attention_"), (BERT, "by cuDNN")]
+)
+def test_a_run_on_a_gpu_reports_what_computes_attention(monkeypatch, cfg, said):
+    monkeypatch.setattr(foreign, "cudnn_version", lambda: 91002)
+    training = types.SimpleNamespace(objective=Pretraining(cfg))
+    experiment, lines = types.SimpleNamespace(parallelism=Parallelism()), []
+    job = types.SimpleNamespace(training=training, experiment=experiment, report=lines.append)
+    for device in (gpu(), gpu(platform="cpu")):
+        session._report_attention(job, types.SimpleNamespace(devices=np.array([device])))
+    assert len(lines) == 1 and said in lines[0]
