@@ -118,37 +118,11 @@ def cudnn_version() -> int | None:
     return None if cuda_versions is None else cuda_versions.cudnn_get_version()
 
 
-def cudnn_refusal(width: int) -> str | None:
-    """Returns why attention by cuDNN does not support heads of this width on the devices, or None.
+def cudnn_attention(inputs: CudnnInputs) -> "tuple[jax.Array, jax.Array]":
+    """Returns softmax(query key / width^0.5 + bias) value, and the softmax's log-sum-exp.
 
-    jax raises this error only when it traces attention.
-    """
-    import jax
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    vector, version = jax.ShapeDtypeStruct((1, 128, 1, width), "bfloat16"), cudnn_version()
-    try:
-        fused.check_is_flash_attention(vector, vector, vector, 0, version or 0, True, True)
-    except NotImplementedError as error:
-        return str(error).rstrip(".")
-    return None
-
-
-def cudnn_attention(inputs: CudnnInputs) -> "jax.Array":
-    """Returns softmax(query key / width^0.5 + bias) value: bfloat16 [B, Q, heads, width].
-
-    The public `jax.nn.dot_product_attention` computes and stores a gradient of the bias, which is
-    larger than all other results; so do these three functions not.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    return fused._dot_product_attention_fwd(*_cudnn_arrays(inputs), *_cudnn_settings(inputs))
-
-
-def cudnn_attention_forward(inputs: CudnnInputs) -> "tuple[jax.Array, jax.Array]":
-    """Returns the result of `cudnn_attention` and the logarithms of the sums of exponentials.
-
-    The latter are float32 [B, heads, Q].
+    They are bfloat16 [B, Q, heads, width] and float32 [B, heads, Q]. The public
+    `jax.nn.dot_product_attention` also computes a gradient of the bias, the largest of all results.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -157,13 +131,12 @@ def cudnn_attention_forward(inputs: CudnnInputs) -> "tuple[jax.Array, jax.Array]
     return context, saved[len(arrays)]
 
 
-def cudnn_attention_backward(
+def cudnn_attention_gradients(
     inputs: CudnnInputs, sums: "jax.Array", context: "jax.Array", gradient: "jax.Array"
 ) -> "tuple[jax.Array, jax.Array, jax.Array]":
-    """Returns the gradients of query, key and value.
+    """Returns the gradients of query, key and value, given that of the context.
 
-    `sums` and `context` are the results of `cudnn_attention_forward`, `gradient` is that of the
-    context.
+    `context` and `sums`, the log-sum-exp, are the results of `cudnn_attention`.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 

@@ -123,11 +123,6 @@ def test_no_cudnn_has_no_version():
     assert foreign.cudnn_version() is None
 
 
-def test_heads_that_cudnn_does_not_support_are_refused_with_the_reason():
-    assert foreign.cudnn_refusal(64) is None and foreign.cudnn_refusal(128) is None
-    assert "256" in foreign.cudnn_refusal(256) and "12" in foreign.cudnn_refusal(12)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_attention_by_cudnn_is_asked_for_without_a_gradient_of_the_bias(has_bias, is_causal):
@@ -143,13 +138,12 @@ def test_attention_by_cudnn_is_asked_for_without_a_gradient_of_the_bias(has_bias
 
     name = "fmhaScaleBiasSoftmax" if has_bias else "fmhaSoftmax"
     mask = "CAUSAL" if is_causal else "PADDING"
-    alone = run(lambda: foreign.cudnn_attention(inputs))
-    forward = run(lambda: foreign.cudnn_attention_forward(inputs))
-    context, sums = jax.eval_shape(lambda: foreign.cudnn_attention_forward(inputs))
+    forward = run(lambda: foreign.cudnn_attention(inputs))
+    context, sums = jax.eval_shape(lambda: foreign.cudnn_attention(inputs))
     assert (context.shape, sums.shape, sums.dtype) == (vector.shape, (2, 1, 8), jnp.float32)
-    gradients = functools.partial(foreign.cudnn_attention_backward, inputs)
+    gradients = functools.partial(foreign.cudnn_attention_gradients, inputs)
     backward = run(gradients, jnp.zeros((2, 1, 8)), vector, vector)
-    for text, name_of_call in ((alone, name), (forward, name), (backward, f"{name}Backward")):
+    for text, name_of_call in ((forward, name), (backward, f"{name}Backward")):
         assert text.count("__cudnn$") == 1 and f"@__cudnn${name_of_call}(" in text
         assert f"mask_type\\22: \\22{mask}\\22" in text
     results = backward.partition("__cudnn$")[2].splitlines()[0].rpartition("->")[2]

@@ -37,25 +37,25 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_060,
+    ".": 1_134,
     "checkpoints": 1_205,
     "cli": 2_326,
-    "config": 2_573,
+    "config": 2_576,
     "data": 3_708,
     "distributed": 1_120,
-    "embeddings": 1_550,
+    "embeddings": 1_552,
     "interop": 2_767,
-    "model": 3_081,
+    "model": 3_338,
     "pretraining": 1_220,
     "serve": 573,
     "storage": 2_070,
     "tasks": 4_617,
     "text": 3_241,
     "tools": 8_575,
-    "training": 2_391,
-    "benchmarks": 3_052,
+    "training": 2_393,
+    "benchmarks": 3_253,
     "experiments": 1_728,
-    "tests": 37_566,
+    "tests": 38_022,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -348,7 +348,7 @@ def _compile(
     mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Compiles packed rows -> float32 [rows, N, W]; with pooling `tokens`, [rows, S, W]."""
-    refusal = cudnn_attention.refusal(model, mesh_lib.first_device(mesh), Parallelism())
+    refusal = cudnn_attention.refusal(model, mesh.devices.flat[0], Parallelism())
     loop = Loop(cudnn=refusal is None)
 
     def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:

@@ -12,7 +12,7 @@ What a query may attend to is given to cuDNN in one of three ways:
     bias          windows, and rows that several texts share; `attention.MASKED_SCORE` is added to
                   the scores of other keys
 cuDNN's own window is not used: through XLA it has no right side, and without a causal mask it does
-not mask keys to the right at all. In a local layer the rows are cut into blocks instead, which
+not mask keys to the right at all. In a local layer rows are split into blocks instead, which
 attend to the keys of their windows only.
 
 cuDNN's kernels for several texts in a row, by their offsets, are not used either: the largest
@@ -36,8 +36,10 @@ from bert_jax.config import Model, Parallelism
 from bert_jax.foreign import CudnnInputs
 from bert_jax.model import attention
 from bert_jax.model.attention import MASKED_SCORE, Packing, Shared
+from bert_jax.model.encoder import half_window
 
-_AMPERE = (8, 0)  # the first compute capability with fused attention
+# The first compute capability with fused attention, and that of the H100, where heads of 256 fit.
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str | None:
@@ -52,9 +54,14 @@ def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str |
         return f"model.compute_dtype={model.compute_dtype}, and cuDNN needs bfloat16"
     if parallelism.tensor > 1:
         return f"parallelism.tensor={parallelism.tensor} divides the heads of a row"
-    if tuple(map(int, device.compute_capability.split("."))) < _AMPERE:
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    if capability < _AMPERE:
         return f"compute capability {device.compute_capability}, and cuDNN needs 8.0"
-    return foreign.cudnn_refusal(model.hidden_size // model.num_attention_heads)
+    width = model.hidden_size // model.num_attention_heads
+    widest = 256 if capability >= _HOPPER else 128
+    if width % 8 or width > widest:
+        return f"heads are {width} wide, and cuDNN needs a multiple of 8 up to {widest}"
+    return None
 
 
 def training_refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str | None:
@@ -85,18 +92,16 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     input_mask: jax.Array | Shared | Packing,
-    half_window: int,
     is_global: jax.Array | None,
 ) -> jax.Array:
     """Computes scaled dot-product attention.
 
     Args:
-      cfg: the model, of which the direction counts.
+      cfg: the model, whose direction and window count.
       query: bfloat16 [B, S, H, W / H].
       key: as query.
       value: as query.
       input_mask: as in `attention.attend`, but padding must follow all tokens of a row.
-      half_window: positions on each side of a query in local layers; 0: all layers are global.
       is_global: whether this layer is global, bool []; None: all layers are.
 
     Returns:
@@ -104,10 +109,10 @@ def attend(
     """
     if isinstance(input_mask, Packing):
         unpacked = (input_mask.unpack(x) for x in (query, key, value))
-        return input_mask.pack(attend(cfg, *unpacked, input_mask.mask, half_window, is_global))
-    is_shared = isinstance(input_mask, Shared)
-    half_window = 0 if is_global is None or query.shape[1] <= half_window + 1 else half_window
-    static = CudnnAttentionShape(cfg.direction == "left_to_right", half_window, is_shared)
+        return input_mask.pack(attend(cfg, *unpacked, input_mask.mask, is_global))
+    is_shared, half = isinstance(input_mask, Shared), half_window(cfg)
+    half = 0 if is_global is None or query.shape[1] <= half + 1 else half
+    static = CudnnAttentionShape(cfg.direction == "left_to_right", half, is_shared)
     numbers = input_mask.numbers if isinstance(input_mask, Shared) else input_mask
     return _attend(static, query, key, value, numbers, is_global)
 
@@ -116,15 +121,12 @@ def attend(
 # every token and 0 for padding unless texts share rows), int32 [B, S], and `is_global`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: CudnnAttentionShape, *arrays: Any) -> jax.Array:
-    def run(blocks: QueryBlocks) -> jax.Array:
-        return blocks.merge(foreign.cudnn_attention(blocks.inputs(*arrays[:3])))
-
-    return _run_layer(static, arrays, run)
+    return _attend_forward(static, *arrays)[0]
 
 
 def _attend_forward(static: CudnnAttentionShape, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     def run(blocks: QueryBlocks) -> tuple[jax.Array, jax.Array]:
-        context, sums = foreign.cudnn_attention_forward(blocks.inputs(*arrays[:3]))
+        context, sums = foreign.cudnn_attention(blocks.inputs(*arrays[:3]))
         return blocks.merge(jnp.swapaxes(sums, 1, 2)), blocks.merge(context)
 
     saved = _run_layer(static, arrays, run)
@@ -138,9 +140,9 @@ def _attend_backward(
     *arrays, sums, context = saved
 
     def run(blocks: QueryBlocks) -> tuple[jax.Array, ...]:
-        cut_sums, *cut = map(blocks.cut, (sums, context, gradient))
-        d_query, d_key, d_value = foreign.cudnn_attention_backward(
-            blocks.inputs(*arrays[:3]), jnp.swapaxes(cut_sums, 1, 2), *cut
+        own_sums, *own = map(blocks.split, (sums, context, gradient))
+        d_query, d_key, d_value = foreign.cudnn_attention_gradients(
+            blocks.inputs(*arrays[:3]), jnp.swapaxes(own_sums, 1, 2), *own
         )
         return blocks.merge(d_query), blocks.merge_keys(d_key), blocks.merge_keys(d_value)
 
@@ -172,20 +174,20 @@ class QueryBlocks:
     def __init__(self, static: CudnnAttentionShape, numbers: jax.Array, is_local: bool):
         self._static, self._numbers, self._is_local = static, numbers, is_local
         length, block = numbers.shape[1], 2 * static.half_window
-        self._is_cut = is_local and length > block and length % block == 0
-        self._length, self._queries = length, block if self._is_cut else length
+        self._is_split = is_local and length > block and length % block == 0
+        self._length, self._queries = length, block if self._is_split else length
 
-    def cut(self, x: jax.Array) -> jax.Array:
-        """Cuts rows into blocks: [B, S, ...] -> [N, Q, ...]."""
+    def split(self, x: jax.Array) -> jax.Array:
+        """Splits rows into blocks: [B, S, ...] -> [N, Q, ...]."""
         return x.reshape(-1, self._queries, *x.shape[2:])
 
     def merge(self, x: jax.Array) -> jax.Array:
         """Joins blocks to rows: [N, Q, ...] -> [B, S, ...]."""
         return x.reshape(-1, self._length, *x.shape[2:])
 
-    def cut_keys(self, x: jax.Array) -> jax.Array:
+    def split_keys(self, x: jax.Array) -> jax.Array:
         """Returns the keys of each block, zeros outside of the row: [B, S, ...] -> [N, K, ...]."""
-        if not self._is_cut:
+        if not self._is_split:
             return x
         half = self._static.half_window
         padded = jnp.pad(x, [(0, 0), (half, half), *[(0, 0)] * (x.ndim - 2)])
@@ -194,22 +196,22 @@ class QueryBlocks:
         return keys.reshape(-1, 2 * self._queries, *x.shape[2:])
 
     def merge_keys(self, gradient: jax.Array) -> jax.Array:
-        """Adds up gradients of the same key in float32, the transpose of `cut_keys`."""
-        if not self._is_cut:
+        """Adds up gradients of the same key in float32, the transpose of `split_keys`."""
+        if not self._is_split:
             return gradient
         wide = gradient.astype(jnp.float32)
         rows = jax.ShapeDtypeStruct((*self._numbers.shape, *wide.shape[2:]), wide.dtype)
-        return jax.linear_transpose(self.cut_keys, rows)(wide)[0].astype(gradient.dtype)
+        return jax.linear_transpose(self.split_keys, rows)(wide)[0].astype(gradient.dtype)
 
     def inputs(self, query: jax.Array, key: jax.Array, value: jax.Array) -> CudnnInputs:
         """Returns the inputs of cuDNN for queries, keys and values [B, S, H, W / H]."""
         static, bias, lengths = self._static, None, None
         if (allowed := self._allowed_by_bias()) is not None:
             bias = jnp.where(allowed, 0.0, MASKED_SCORE).astype(query.dtype)[:, None]
-        if not (self._is_cut or static.is_causal or static.is_shared):
+        if not (self._is_split or static.is_causal or static.is_shared):
             lengths = jnp.maximum(self._numbers.sum(axis=1), 1)
-        vectors = self.cut(query), self.cut_keys(key), self.cut_keys(value)
-        return CudnnInputs(*vectors, bias, lengths, static.is_causal and not self._is_cut)
+        vectors = self.split(query), self.split_keys(key), self.split_keys(value)
+        return CudnnInputs(*vectors, bias, lengths, static.is_causal and not self._is_split)
 
     def _allowed_by_bias(self) -> jax.Array | None:
         """Returns where a query may attend to a key, bool [N or 1, Q, K].
@@ -218,16 +220,19 @@ class QueryBlocks:
         remains.
         """
         conditions, half = [], self._static.half_window
-        query, key = self.cut(self._numbers)[:, :, None], self.cut_keys(self._numbers)[:, None, :]
+        query, key = (
+            self.split(self._numbers)[:, :, None],
+            self.split_keys(self._numbers)[:, None, :],
+        )
         # Positions from the first query of the block.
         position = jnp.arange(query.shape[1])[:, None]
-        key_position = jnp.arange(key.shape[2]) - (half if self._is_cut else 0)
+        key_position = jnp.arange(key.shape[2]) - (half if self._is_split else 0)
         if self._is_local:
             conditions.append((jnp.abs(position - key_position) <= half)[None])
-        if self._is_cut and self._static.is_causal:
+        if self._is_split and self._static.is_causal:
             conditions.append((key_position <= position)[None])
         if self._static.is_shared:
             conditions.append(query == key)
-        elif self._is_cut:
+        elif self._is_split:
             conditions.append(key > 0)
         return functools.reduce(jnp.logical_and, conditions) if conditions else None

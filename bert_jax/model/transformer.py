@@ -238,8 +238,7 @@ class Layer(nnx.Module):
         query, key = self._queries_and_keys(x, is_global, inputs.rotation)
         value = self.project_heads(self.value, x)
         if inputs.cudnn:
-            windows = half_window(cfg), is_global
-            return cudnn_attention.attend(cfg, query, key, value, mask, *windows)
+            return cudnn_attention.attend(cfg, query, key, value, mask, is_global)
         length = _attended_length(mask, x)
         window = attention_window(cfg, is_global, length)
         noise, rate = layers.noise_at(noise, 0), cfg.attention_probs_dropout_prob

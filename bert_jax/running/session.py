@@ -148,7 +148,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
 
 def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:
     """Reports on GPUs what computes attention in training steps, and why it is not cuDNN."""
-    device, parallelism = mesh_lib.first_device(mesh), job.experiment.parallelism
+    device, parallelism = mesh.devices.flat[0], job.experiment.parallelism
     if device.platform == "gpu":
         model = job.training.objective.model
         reason = cudnn_attention.training_refusal(model, device, parallelism)
@@ -157,7 +157,7 @@ def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the devices do not support the checks that the run asks for."""
-    platform = mesh_lib.first_device(mesh).platform
+    platform = mesh.devices.flat[0].platform
     if run.check_every and platform != "tpu":
         raise InputError(
             f"run.check_every={run.check_every}: only TPUs can check themselves, not a {platform}; "

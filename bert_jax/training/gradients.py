@@ -112,7 +112,7 @@ class ShardGradient:
         # The compiler cannot partition a kernel over the devices that share a row.
         has_kernels = model.dropout_rng == "in_kernel" and parallelism.tensor == 1
         kernels = BY_DEVICE.get(mesh_lib.device_kind(self.spec.mesh)) if has_kernels else None
-        refusal = cudnn_attention.refusal(model, mesh_lib.first_device(self.spec.mesh), parallelism)
+        refusal = cudnn_attention.refusal(model, self.spec.mesh.devices.flat[0], parallelism)
         loop = Loop(parallelism.remat, parallelism.layer_loop, kernels, refusal is None)
         if parallelism.state == "zero3":
             return gather_outside_layers(params, self.partition, self._collectives, loop, mark)

@@ -156,14 +156,9 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     return tuple(name for name in batch_axes(mesh) if name != SLICE)
 
 
-def first_device(mesh: jax.sharding.Mesh) -> jax.Device:
-    """Returns the first device; all are of one kind."""
-    return mesh.devices.flat[0]
-
-
 def device_kind(mesh: jax.sharding.Mesh) -> str:
     """Returns the kind of the devices, as jax names it."""
-    return first_device(mesh).device_kind
+    return mesh.devices.flat[0].device_kind
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

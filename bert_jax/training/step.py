@@ -295,8 +295,7 @@ def _map_without_dropout(
     partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
-        device = mesh_lib.first_device(mesh)
-        refusal = cudnn_attention.refusal(objective.model, device, parallelism)
+        refusal = cudnn_attention.refusal(objective.model, mesh.devices.flat[0], parallelism)
         loop = Loop(layers=parallelism.layer_loop, cudnn=refusal is None)
         if parallelism.state != "replicated":
             method, dtype = method_of(mesh_lib.device_kind(mesh)), objective.model.compute_dtype
