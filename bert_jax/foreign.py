@@ -10,7 +10,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     import jax
@@ -126,8 +126,8 @@ def cudnn_attention(inputs: CudnnInputs) -> "tuple[jax.Array, jax.Array]":
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    arrays, settings = _cudnn_arrays(inputs), _cudnn_settings(inputs)
-    context, saved = fused._dot_product_attention_fwd_rule(*arrays, *settings)
+    arrays, compute = _cudnn_arrays(inputs), cast(Any, fused._dot_product_attention_fwd_rule)
+    context, saved = compute(*arrays, *_cudnn_settings(inputs))
     return context, saved[len(arrays)]
 
 
@@ -140,8 +140,8 @@ def cudnn_attention_gradients(
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    saved = *_cudnn_arrays(inputs), sums, context
-    return fused._dot_product_attention_bwd_rule(*_cudnn_settings(inputs), saved, gradient)[:3]
+    saved, compute = (*_cudnn_arrays(inputs), sums, context), fused._dot_product_attention_bwd_rule
+    return cast(Any, compute)(*_cudnn_settings(inputs), saved, gradient)[:3]
 
 
 def _cudnn_arrays(inputs: CudnnInputs) -> "tuple[jax.Array, ...]":

@@ -108,8 +108,8 @@ def attend(
       The same shape and type as query.
     """
     if isinstance(input_mask, Packing):
-        unpacked = (input_mask.unpack(x) for x in (query, key, value))
-        return input_mask.pack(attend(cfg, *unpacked, input_mask.mask, is_global))
+        query, key, value = map(input_mask.unpack, (query, key, value))
+        return input_mask.pack(attend(cfg, query, key, value, input_mask.mask, is_global))
     is_shared, half = isinstance(input_mask, Shared), half_window(cfg)
     half = 0 if is_global is None or query.shape[1] <= half + 1 else half
     static = CudnnAttentionShape(cfg.direction == "left_to_right", half, is_shared)

@@ -126,7 +126,7 @@ def is_token(mask):
 def test_inputs_mean_to_xla_what_its_attention_computes(
     computed_by_stand_in, mask, direction, is_global
 ):
-    """Rows of 26 are not cut: they have no whole number of blocks of 8."""
+    """Rows of 26 are not split: they have no whole number of blocks of 8."""
     mask = mask()
     tokens = is_token(mask)
     shape = *tokens.shape, HEADS, WIDTH
