@@ -26,6 +26,7 @@ from bert_jax.running import session
 from bert_jax.running.progress import LoggedProgress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
 
 LAP = 50
 
@@ -89,7 +90,8 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list]:
 def saving(folder: pathlib.Path, shape: ours.Shape, rounds: int) -> list[float]:
     """The shares of some saves for which their caller is kept."""
     mesh = mesh_lib.make_mesh(Parallelism())
-    state, _ = jax.block_until_ready(ours.first_state(ours.model_of(shape, "float32"), mesh))
+    learned = Pretraining(ours.model_of(shape, "float32"))
+    state, _ = jax.block_until_ready(ours.first_state(learned, mesh))
     shares = []
     for number in range(rounds):
         with Saver(Workdir(folder / f"{number}"), Run(), Peers(0, 1, None, 0.0), print) as saved:

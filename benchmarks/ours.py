@@ -59,11 +59,12 @@ def model_of(shape: Shape, dtype: str) -> Model:
     return Model(**shape.fields, compute_dtype=dtype)
 
 
-def first_state(model: Model, mesh: jax.sharding.Mesh) -> tuple[step.State, dict[str, jax.Array]]:
+def first_state(
+    learned: Pretraining, mesh: jax.sharding.Mesh
+) -> tuple[step.State, dict[str, jax.Array]]:
     """State and metrics window before the first step, on all devices."""
 
     def make() -> tuple[step.State, dict[str, jax.Array]]:
-        learned = Pretraining(model)
         return step.init_state(learned, OPTIMIZER, 0), step.empty_window(learned.metrics)
 
     return jax.jit(make, out_shardings=mesh_lib.replicated(mesh))()
@@ -94,16 +95,19 @@ def make_batch(shape: Shape) -> Batch:
 class Bare:
     """A compiled step with a state and a batch of its own, and no loop around it."""
 
-    def __init__(self, model: Model, batch: Batch, parallelism: Parallelism):
+    def __init__(
+        self, model: Model, batch: Batch, parallelism: Parallelism, objective: str = "mlm_nsp"
+    ):
         mesh, rows = mesh_lib.make_mesh(parallelism), np.arange(len(batch["rows"]))
         self._batch = feed.place(batch, rows, len(rows), mesh_lib.batch_sharding(mesh))
-        spec = step.StepSpec(Pretraining(model), OPTIMIZER, parallelism, 1, mesh)
+        learned = Pretraining(model, objective)
+        spec = step.StepSpec(learned, OPTIMIZER, parallelism, 1, mesh)
         self._run = step.make_train_step(spec, _TOTAL_STEPS)
         self._key = step.phase_key(model, 0, 0)
-        self._state = first_state(model, mesh)
+        self._state = first_state(learned, mesh)
         self.take(1)
         means = lines_lib.means(jax.device_get(self._state[1]))
-        self.first_loss = means["masked_lm_loss"] + means["next_sentence_loss"]
+        self.first_loss = sum(means[name] for name in learned.losses)
         self.take(2)
 
     @classmethod

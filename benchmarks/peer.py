@@ -42,13 +42,20 @@ class Step:
     stronger peer.
     """
 
-    def build(self, fields: dict, batch: dict, turn: int, device: str) -> dict[str, str]:
+    def build(
+        self, fields: dict, batch: dict, turn: int, device: str, kind: str = "bert"
+    ) -> dict[str, str]:
         """Makes the model; returns versions."""
         torch.set_num_interop_threads(1)
         torch.manual_seed(0)
         self._losses, self._turn, self._device = {}, turn, device
-        config = transformers.BertConfig(**fields, attn_implementation="sdpa")
-        self._model = transformers.BertForPreTraining(config).train().to(device)
+        classes = {
+            "bert": (transformers.BertConfig, transformers.BertForPreTraining),
+            "modern": (transformers.ModernBertConfig, transformers.ModernBertForMaskedLM),
+        }
+        make_config, make_model = classes[kind]
+        config = make_config(**fields, attn_implementation="sdpa")
+        self._model = make_model(config).train().to(device)
         self._optimizer = adamw(self._model, 0.01, lr=1e-5, eps=1e-6, fused=True)
         ready = {name: torch.tensor(values).long() for name, values in batch.items()}
         labels = torch.full_like(ready["input_ids"], -100)
@@ -91,11 +98,15 @@ class Step:
         return self._model(**inputs(batch), **labels).loss
 
     def _patched(self, batch: Batch) -> torch.Tensor:
-        hidden, pooled = self._model.bert(**inputs(batch), return_dict=False)
+        encoder = self._model.base_model
+        hidden, *pooled = encoder(**inputs(batch, encoder), return_dict=False)
         index = batch["masked_lm_positions"][:, :, None].expand(-1, -1, hidden.shape[-1])
-        scores = self._model.cls.predictions(hidden.gather(1, index))
-        follows = self._model.cls.seq_relationship(pooled)
-        cross_entropy = torch.nn.functional.cross_entropy
+        masked, cross_entropy = hidden.gather(1, index), torch.nn.functional.cross_entropy
+        if not pooled:  # ModernBERT
+            scores = self._model.decoder(self._model.head(masked))
+            return cross_entropy(scores.flatten(0, 1).float(), batch["masked_lm_ids"].flatten())
+        scores = self._model.cls.predictions(masked)
+        follows = self._model.cls.seq_relationship(pooled[0])
         masked_lm = cross_entropy(scores.flatten(0, 1).float(), batch["masked_lm_ids"].flatten())
         return masked_lm + cross_entropy(follows.float(), batch["next_sentence_labels"])
 

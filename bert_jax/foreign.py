@@ -10,9 +10,10 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
+    import jax
     from jax._src.clusters.slurm_cluster import SlurmCluster
     from jax._src.distributed import State
     from jax._src.lru_cache import LRUCache
@@ -93,6 +94,79 @@ def hash_devices_only() -> None:
 
     # The functions differ in a parameter's name, and jax passes it by position.
     cache_key._hash_accelerator_config = cache_key._hash_devices  # pyrefly: ignore[bad-assignment]
+
+
+class CudnnInputs(NamedTuple):
+    """The inputs of attention by cuDNN, in both passes."""
+
+    query: "jax.Array"  # bfloat16 [B, Q, heads, width]
+    key: "jax.Array"  # bfloat16 [B, K, heads, width]
+    value: "jax.Array"  # as key
+    bias: "jax.Array | None"  # bfloat16 [B or 1, 1, Q, K], added to the scores; has no gradient
+    # int32 [B]: after so many queries and keys a row has padding; None if it is causal.
+    lengths: "jax.Array | None"
+    is_causal: bool  # whether query i attends to keys 0 to i only
+
+
+def cudnn_version() -> int | None:
+    """Returns the version of cuDNN that jax uses, such as 91002; None: jax has no CUDA.
+
+    No public name returns it.
+    """
+    from jax._src.lib import cuda_versions
+
+    return None if cuda_versions is None else cuda_versions.cudnn_get_version()
+
+
+def cudnn_attention(inputs: CudnnInputs) -> "tuple[jax.Array, jax.Array]":
+    """Returns softmax(query key / width^0.5 + bias) value, and the softmax's log-sum-exp.
+
+    They are bfloat16 [B, Q, heads, width] and float32 [B, heads, Q]. The public
+    `jax.nn.dot_product_attention` also computes a gradient of the bias, the largest of all results.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    arrays, compute = _cudnn_arrays(inputs), cast(Any, fused._dot_product_attention_fwd_rule)
+    context, saved = compute(*arrays, *_cudnn_settings(inputs))
+    return context, saved[len(arrays)]
+
+
+def cudnn_attention_gradients(
+    inputs: CudnnInputs, sums: "jax.Array", context: "jax.Array", gradient: "jax.Array"
+) -> "tuple[jax.Array, jax.Array, jax.Array]":
+    """Returns the gradients of query, key and value, given that of the context.
+
+    `context` and `sums`, the log-sum-exp, are the results of `cudnn_attention`.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    saved, compute = (*_cudnn_arrays(inputs), sums, context), fused._dot_product_attention_bwd_rule
+    return cast(Any, compute)(*_cudnn_settings(inputs), saved, gradient)[:3]
+
+
+def _cudnn_arrays(inputs: CudnnInputs) -> "tuple[jax.Array, ...]":
+    """Returns the arrays that jax's functions take first."""
+    import jax.numpy as jnp
+
+    absent = jnp.zeros(0, inputs.query.dtype)
+    bias = absent if inputs.bias is None else inputs.bias
+    lengths = (absent if inputs.lengths is None else inputs.lengths,) * 2  # of queries, of keys
+    # Offsets of queries and of keys, two page tables.
+    return inputs.query, inputs.key, inputs.value, bias, *lengths, *(absent,) * 4
+
+
+def _cudnn_settings(inputs: CudnnInputs) -> tuple[Any, ...]:
+    """Returns the settings that jax's functions take after the arrays, or before saved arrays."""
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    mask = MaskType.CAUSAL if inputs.is_causal else MaskType.NO_MASK
+    mask = mask if inputs.lengths is None else MaskType.PADDING
+    has_bias, layout = inputs.bias is not None, AttentionLayout.BTNH.value
+    # Scale, seed and rate of dropout; whether there is a bias, and a gradient of it; mask, layout,
+    # window, version; whether to return the sums.
+    scale = inputs.query.shape[-1] ** -0.5
+    version = cudnn_version() or 0
+    return scale, 0, 0.0, (has_bias, False), mask, layout, None, version, False
 
 
 # --- Orbax and etils -----------------------------------------------------------------------------

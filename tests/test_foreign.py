@@ -4,6 +4,7 @@ import argparse
 import ast
 import contextlib
 import errno
+import functools
 import io
 import threading
 import types
@@ -116,6 +117,37 @@ def test_keys_of_programs_name_devices(monkeypatch):
     assert key(devices) == key(devices)
     renamed = [types.SimpleNamespace(device_kind="another", id=5)]
     assert key(renamed) != key(devices)
+
+
+def test_no_cudnn_has_no_version():
+    assert foreign.cudnn_version() is None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_attention_by_cudnn_is_asked_for_without_a_gradient_of_the_bias(has_bias, is_causal):
+    import jax
+    import jax.numpy as jnp
+
+    vector, bias = jnp.zeros((2, 8, 1, 16), jnp.bfloat16), jnp.zeros((2, 1, 8, 8), jnp.bfloat16)
+    lengths = None if is_causal else jnp.ones(2, jnp.int32)
+    inputs = foreign.CudnnInputs(*[vector] * 3, bias if has_bias else None, lengths, is_causal)
+
+    def run(function, *arguments):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+    name = "fmhaScaleBiasSoftmax" if has_bias else "fmhaSoftmax"
+    mask = "CAUSAL" if is_causal else "PADDING"
+    forward = run(lambda: foreign.cudnn_attention(inputs))
+    context, sums = jax.eval_shape(lambda: foreign.cudnn_attention(inputs))
+    assert (context.shape, sums.shape, sums.dtype) == (vector.shape, (2, 1, 8), jnp.float32)
+    gradients = functools.partial(foreign.cudnn_attention_gradients, inputs)
+    backward = run(gradients, jnp.zeros((2, 1, 8)), vector, vector)
+    for text, name_of_call in ((forward, name), (backward, f"{name}Backward")):
+        assert text.count("__cudnn$") == 1 and f"@__cudnn${name_of_call}(" in text
+        assert f"mask_type\\22: \\22{mask}\\22" in text
+    results = backward.partition("__cudnn$")[2].splitlines()[0].rpartition("->")[2]
+    assert results.count("tensor<") == 4  # three gradients and the workspace
 
 
 def test_operations_are_not_counted():

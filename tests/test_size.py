@@ -37,25 +37,25 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_082,
+    ".": 1_156,
     "checkpoints": 1_224,
     "cli": 2_415,
-    "config": 2_806,
+    "config": 2_809,
     "data": 4_068,
     "distributed": 1_203,
-    "embeddings": 1_983,
+    "embeddings": 1_985,
     "interop": 3_080,
-    "model": 3_220,
+    "model": 3_477,
     "pretraining": 1_234,
     "serve": 573,
     "storage": 2_119,
     "tasks": 5_223,
     "text": 3_257,
     "tools": 8_813,
-    "training": 2_397,
-    "benchmarks": 3_119,
+    "training": 2_399,
+    "benchmarks": 3_320,
     "experiments": 1_798,
-    "tests": 39_428,
+    "tests": 39_884,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -184,6 +184,9 @@ class Parallelism(Section, role="placement", label="parallelism"):
     remat: Literal["none", "dots", "full"] = "none"
     # Layers as one compiled loop (compiles faster) or unrolled (runs faster on a CPU).
     layer_loop: Literal["scan", "unroll"] = "scan"
+    # What computes attention on NVIDIA GPUs. auto: the fused kernels of cuDNN if they can, else
+    # XLA; xla: always XLA. The log says which one a run uses, and why. No effect on other devices.
+    attention: Literal["auto", "xla"] = "auto"
 
     def accumulation_of(self, phase: int) -> int:
         """Returns the number of micro-batches in a step of a phase."""

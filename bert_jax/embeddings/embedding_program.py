@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bert_jax.config import Model
-from bert_jax.model import heads, similarity
+from bert_jax.config import Model, Parallelism
+from bert_jax.model import cudnn_attention, heads, similarity
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
@@ -53,12 +53,14 @@ def build(
     mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Compiles packed rows -> float32 [rows, N, W]; with pooling `tokens`, [rows, S, W]."""
+    refusal = cudnn_attention.refusal(model, mesh.devices.flat[0], Parallelism())
+    loop = Loop(cudnn=refusal is None)
 
     def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: each shard has one row
         rows = Packing(batch["positions"], batch["tokens"][0], batch["places"])
         merged = heads.merge(model, params)
-        inputs = merged.encoder, model, ids, jnp.zeros_like(ids), rows, None, Loop()
+        inputs = merged.encoder, model, ids, jnp.zeros_like(ids), rows, None, loop
         if form == "sparse":
             hidden = rows.unpack(encode(*inputs))
             logits = heads.token_logits(merged, model, hidden)

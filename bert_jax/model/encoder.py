@@ -32,7 +32,8 @@ class Loop(NamedTuple):
 
     remat: Literal["none", "dots", "full"] = "none"  # recomputed: nothing, all but products, all
     layers: Literal["scan", "unroll"] = "scan"
-    kernels: Kernels | None = None  # settings of kernels; None: XLA computes all
+    kernels: Kernels | None = None  # settings of TPU kernels; None: there are none
+    cudnn: bool = False  # whether cuDNN computes attention where it can, see `cudnn_attention`
     # Takes sharded layers. Returns the arrays to scan, and a function that makes a whole layer of
     # this device's shard of it. The function is called inside the rematerialized block, so that
     # only one layer is whole at a time.
@@ -211,6 +212,38 @@ def _rotate_backward(rotation: jax.Array, gradient: jax.Array) -> tuple[jax.Arra
 
 
 rotate.defvjp(_rotate_forward, _rotate_backward)
+
+
+# --- windows ----------------------------------------------------------------------------------
+
+
+def global_every(cfg: Model) -> int:
+    """Returns n; the layers 0, n, 2n, ... are global."""
+    return cfg.global_every if cfg.kind == "modern" else 1
+
+
+def count_global_layers(cfg: Model) -> int:
+    """Returns the number of global layers."""
+    return -(-cfg.num_hidden_layers // global_every(cfg))
+
+
+def half_window(cfg: Model) -> int:
+    """Returns the number of positions of a window on each side; 0 if every layer is global."""
+    return 0 if global_every(cfg) == 1 else cfg.local_window // 2
+
+
+def attention_window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array | None:
+    """Returns where a query may attend to a key, bool [S, S]; None: everywhere in such a row."""
+    half = half_window(cfg)
+    causal = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
+    if not half or is_global is None or length <= half + 1:
+        return causal
+    position = jnp.arange(length)
+    near = is_global | (jnp.abs(position[:, None] - position) <= half)
+    return near if causal is None else near & causal
+
+
+# --- the loop over layers ---------------------------------------------------------------------
 
 
 def run_layers(

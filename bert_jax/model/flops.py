@@ -6,7 +6,7 @@ normalisation and activations are not counted, as is usual.
 """
 
 from bert_jax.config import Model, Phase
-from bert_jax.model import transformer
+from bert_jax.model import encoder
 
 # The gradients of a product's two inputs are two more products of its size.
 _FORWARD_AND_BACKWARD = 3
@@ -45,8 +45,8 @@ def forward_flops(model: Model, batch_size: int, sequence_length: int, predictio
 def _token_flops(model: Model, sequence_length: int) -> int:
     """Counts the operations for one token of a row in a forward pass through all layers."""
     width, count = model.hidden_size, model.num_hidden_layers
-    global_layers = transformer.count_global_layers(model)
-    half = min(transformer.half_window(model), sequence_length - 1)
+    global_layers = encoder.count_global_layers(model)
+    half = min(encoder.half_window(model), sequence_length - 1)
     # The windows at both ends of a row lack half (half + 1) keys in all.
     near = 2 * half + 1 - half * (half + 1) / sequence_length
     keys = global_layers * sequence_length + (count - global_layers) * near

@@ -67,9 +67,9 @@ def encode(
       cfg: its configuration.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
-      input_mask: int32 [B, S], 0 for padding; `Shared` or `Packing` if several examples or texts
-        share a row. In both, tokens attend only to those of their own example: `Shared` masks the
-        others, `Packing` moves each text to a place of its own for attention.
+      input_mask: int32 [B, S], 0 for padding, which comes last; `Shared` or `Packing` if several
+        examples or texts share a row. In both, tokens attend only to those of their own example:
+        `Shared` masks the others, `Packing` moves each text to a place of its own for attention.
       noise: dropout noise; None drops nothing.
       loop: settings of the loop over layers.
       outputs: `last`, or `all`: the embeddings and every layer.

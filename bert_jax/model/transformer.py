@@ -22,13 +22,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
-from bert_jax.model import attention, attention_kernels, layers, rotary_kernels
+from bert_jax.model import attention, attention_kernels, cudnn_attention, layers, rotary_kernels
 from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import Packing, ProbabilityPolicy, Shared
 from bert_jax.model.encoder import (
     LINEAR_OUTPUT,
     Embedding,
     Loop,
+    attention_window,
+    count_global_layers,
+    global_every,
+    half_window,
     initializer,
     look_up,
     padded_vocab_size,
@@ -147,35 +151,6 @@ class MaskedLM(Transform):
             self.output = Embedding(cfg.vocab_size, cfg.hidden_size, init, rngs=rngs, rows=rows)
 
 
-# --- windows ----------------------------------------------------------------------------------
-
-
-def _global_every(cfg: Model) -> int:
-    """Returns n; the layers 0, n, 2n, ... are global."""
-    return cfg.global_every if _is_modern(cfg) else 1
-
-
-def count_global_layers(cfg: Model) -> int:
-    """Returns the number of global layers."""
-    return -(-cfg.num_hidden_layers // _global_every(cfg))
-
-
-def half_window(cfg: Model) -> int:
-    """Returns the number of positions of a window on each side; 0 if every layer is global."""
-    return 0 if _global_every(cfg) == 1 else cfg.local_window // 2
-
-
-def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array | None:
-    """Returns where a query may attend to a key, bool [S, S]; None: everywhere in such a row."""
-    half = half_window(cfg)
-    causal = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
-    if not half or is_global is None or length <= half + 1:
-        return causal
-    position = jnp.arange(length)
-    near = is_global | (jnp.abs(position[:, None] - position) <= half)
-    return near if causal is None else near & causal
-
-
 # --- layers -----------------------------------------------------------------------------------
 
 
@@ -193,7 +168,8 @@ class LayerInputs(NamedTuple):
     mask: jax.Array | Shared | Packing  # see `kinds.encode`
     # Result of `rotary_cos_sin`, in the layout of kernels if there are any; None: not rotary.
     rotation: jax.Array | None
-    kernels: Kernels | None  # settings of the kernels that compute the layer; None: XLA does
+    kernels: Kernels | None  # settings of the TPU kernels that compute the layer, if any
+    cudnn: bool  # whether cuDNN computes attention
 
 
 class Layer(nnx.Module):
@@ -261,14 +237,16 @@ class Layer(nnx.Module):
             return rotary_kernels.attention(static, *vectors, inputs.rotation, numbers, is_global)
         query, key = self._queries_and_keys(x, is_global, inputs.rotation)
         value = self.project_heads(self.value, x)
-        length = mask.row_indices.shape[1] if isinstance(mask, Packing) else x.shape[1]
-        window = _window(cfg, is_global, length)
+        if inputs.cudnn:
+            return cudnn_attention.attend(cfg, query, key, value, mask, is_global)
+        length = _attended_length(mask, x)
+        window = attention_window(cfg, is_global, length)
         noise, rate = layers.noise_at(noise, 0), cfg.attention_probs_dropout_prob
         return attention.attend(query, key, value, mask, noise, rate, window, policy)
 
     def _is_global(self, number: jax.Array, rotation: jax.Array | None) -> jax.Array | None:
         """Returns whether the `number`-th layer is global, bool []; None: every layer is."""
-        return None if rotation is None else number % _global_every(self.cfg) == 0
+        return None if rotation is None else number % global_every(self.cfg) == 0
 
     def _attention_input(self, number: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the input of attention in the `number`-th layer, in the type of x."""
@@ -298,7 +276,7 @@ class Layer(nnx.Module):
         is_global = self._is_global(number, rotation)
         query, key = self._queries_and_keys(self._attention_input(number, x), is_global, rotation)
         scores = jnp.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-        window = _window(self.cfg, is_global, len(x))
+        window = attention_window(self.cfg, is_global, len(x))
         scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
         return jax.nn.softmax(scores, axis=-1)
 
@@ -369,6 +347,11 @@ def _rows_and_numbers(
     return "alone", input_mask
 
 
+def _attended_length(input_mask: jax.Array | Shared | Packing, x: jax.Array) -> int:
+    """Returns the length of the rows or slots in which tokens [B, S, D] attend to each other."""
+    return input_mask.row_indices.shape[1] if isinstance(input_mask, Packing) else x.shape[1]
+
+
 # --- encoder ----------------------------------------------------------------------------------
 
 
@@ -408,7 +391,10 @@ class Encoder(nnx.Module):
             rotation = rotary_kernels.lay_out_angles(
                 rotation, x.shape[-1] // cfg.num_attention_heads
             )
-        run = functools.partial(Layer.__call__, inputs=LayerInputs(input_mask, rotation, kernels))
+        length, has_noise = _attended_length(input_mask, x), noise is not None
+        cudnn = loop.cudnn and cudnn_attention.fits(cfg, length, has_noise)
+        inputs = LayerInputs(input_mask, rotation, kernels, cudnn)
+        run = functools.partial(Layer.__call__, inputs=inputs)
         last, states = run_layers(run, self.layers, x, noise, loop, outputs)
         if _is_modern(cfg) and len(jax.tree.leaves(self.layers)[0]) == cfg.num_hidden_layers:
             last = self.final_layer_norm(last).astype(dtype)

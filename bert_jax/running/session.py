@@ -18,6 +18,7 @@ from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.errors import InputError, pluralize
+from bert_jax.model import cudnn_attention
 from bert_jax.running import trackers
 from bert_jax.running.context import HOOKS, Context, Result
 from bert_jax.running.environment import code_hash, enable_compilation_cache, versions
@@ -94,6 +95,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             watchdog.reset(times=2)
             with StopRequest(peers) as stop:
                 job.open(mesh, peers)
+                _report_attention(job, mesh)
                 clock.peak_flops = hardware.peak_flops(job.training.objective.model.compute_dtype)
                 saves = Saver(workdir, experiment.run, peers, progress.report)
                 write = functools.partial(_write_experiment, workdir, booked, origin, saves)
@@ -144,6 +146,15 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
         job.report("; ".join([f"finished: step {result.done}", *parts]))
         path = job.workdir.address
         job.report(f"{path} holds the finished run; to start again {job.restart_hint}")
+
+
+def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:
+    """Reports on GPUs what computes attention in training steps, and why it is not cuDNN."""
+    device, parallelism = mesh.devices.flat[0], job.experiment.parallelism
+    if device.platform == "gpu":
+        model = job.training.objective.model
+        reason = cudnn_attention.training_refusal(model, device, parallelism)
+        job.report(f"attention: by XLA ({reason})" if reason else "attention: by cuDNN")
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:

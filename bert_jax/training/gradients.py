@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from bert_jax.config import Optimizer, Parallelism
-from bert_jax.model import layers, losses
+from bert_jax.model import cudnn_attention, layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kernels import BY_DEVICE
 from bert_jax.training import mesh as mesh_lib
@@ -112,7 +112,8 @@ class ShardGradient:
         # The compiler cannot partition a kernel over the devices that share a row.
         has_kernels = model.dropout_rng == "in_kernel" and parallelism.tensor == 1
         kernels = BY_DEVICE.get(mesh_lib.device_kind(self.spec.mesh)) if has_kernels else None
-        loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
+        refusal = cudnn_attention.refusal(model, self.spec.mesh.devices.flat[0], parallelism)
+        loop = Loop(parallelism.remat, parallelism.layer_loop, kernels, refusal is None)
         if parallelism.state == "zero3":
             return gather_outside_layers(params, self.partition, self._collectives, loop, mark)
         return recompute_check.fingerprint_gradient(params, mark), loop

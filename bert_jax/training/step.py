@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from bert_jax.config import MAX_SKIPPED_STEPS, Model, Optimizer, Parallelism
-from bert_jax.model import losses
+from bert_jax.model import cudnn_attention, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import gradients as gradients_lib
 from bert_jax.training import mesh as mesh_lib
@@ -295,7 +295,8 @@ def _map_without_dropout(
     partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
-        loop = Loop(layers=parallelism.layer_loop)
+        refusal = cudnn_attention.refusal(objective.model, mesh.devices.flat[0], parallelism)
+        loop = Loop(layers=parallelism.layer_loop, cudnn=refusal is None)
         if parallelism.state != "replicated":
             method, dtype = method_of(mesh_lib.device_kind(mesh)), objective.model.compute_dtype
             collectives = Collectives(mesh_lib.data_axes(mesh), dtype, "float32", method)

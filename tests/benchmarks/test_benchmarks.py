@@ -7,10 +7,17 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 import small_run
 
-from benchmarks import embed, measure, serve, torch_step
+from benchmarks import embed, gpu, measure, ours, serve, torch_step
+from bert_jax.config import Parallelism
+from bert_jax.model import cudnn_attention
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
 
 
 def figures(name, folder, *arguments):
@@ -38,6 +45,9 @@ SMALLEST = {
     "start {experiment} --rounds 1": "cold_wall_seconds warm_cpu_seconds",
     "scale_checkpoint --experiment tiny": "save_cpu_s restore_cpu_s checksums_cpu_s",
     "scale_text --sizes 1,2 --folder {folder}": "two_workers_same_bytes most_anonymous_mb",
+    "gpu --cases micro,micro_packed,micro_bert --rounds 1 --steps 1 --python none": (
+        "micro_auto_tokens_per_second micro_packed_xla_utilisation micro_bert_xla_utilisation"
+    ),
     "serve --sentences 20 --seconds 1 --rounds 1 --clients 1,3 --max-length 16": "p99_ms_3 ratio_1",
 }
 
@@ -79,6 +89,42 @@ def test_scale_run_prints_its_figures_goes_on_and_cleans_up(tmp_path):
     assert found["plan_512_bytes_a_row"] < 24
     assert found["start_warm_held_gb"] > 0 and found["batches_planning_a_second"] > 0
     assert not folder.exists()
+
+
+@pytest.mark.skipif(
+    not (measure.ROOT / ".venv-torch" / "installed").exists(), reason="`make bench-torch` first"
+)
+@pytest.mark.parametrize("case", ["micro", "micro_bert"])
+def test_gpu_measures_transformers_too(tmp_path, case):
+    found = figures("gpu", tmp_path, "--cases", case, "--rounds", 1, "--steps", 1)
+    assert found[f"{case}_torch_eager_tokens_per_second"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", gpu.NAMES)
+def test_each_case_of_gpu_has_attention_by_cudnn(monkeypatch, name):
+    """Its step is lowered for CUDA, with two of its rows."""
+    monkeypatch.setattr(cudnn_attention, "refusal", lambda *_: None)
+    case = gpu.case_of(name)
+    batch = gpu.make_batch(case, 2, packed=name.endswith("_packed"))
+    assert ("example_numbers" in batch) == name.endswith("_packed")
+    model, parallelism, mesh = case.model, Parallelism(remat="dots"), mesh_lib.one_device()
+    spec = step.StepSpec(Pretraining(model), ours.OPTIMIZER, parallelism, 1, mesh)
+    state = step.abstract_state(spec.objective, spec.optimizer, parallelism, mesh)
+    window = jax.eval_shape(lambda: step.empty_window(spec.objective.metrics))
+    key = jax.eval_shape(lambda: step.phase_key(model, 0, 0))
+    traced = step.make_train_step.__wrapped__(spec, 10).trace(state, window, batch, key)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$") == (4 if model.kind == "modern" else 2)
+
+
+def test_packed_rows_of_gpu_are_several_documents():
+    batch = gpu.make_batch(gpu.case_of("modern_17m"), 3, packed=True)
+    numbers, positions = batch["example_numbers"], batch["positions"]
+    assert numbers.min() == 1 and (numbers.max(axis=1) > 1).all()
+    begins = np.diff(numbers, axis=1, prepend=0)
+    assert set(np.unique(begins)) == {0, 1} and ((positions == 0) == (begins == 1)).all()
+    assert set(np.unique(np.diff(positions, axis=1)[begins[:, 1:] == 0])) == {1}
 
 
 @pytest.mark.skipif(
