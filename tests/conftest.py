@@ -16,6 +16,8 @@ import small_run  # noqa: E402
 
 # Before jax starts. Four devices on a CPU: what shards here shards on a pod.
 os.environ.update(small_run.settings(devices=4))
+# A path that is not here may be the name of a model: no test asks the real hub for it.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from bert_jax.process import prepare_process  # noqa: E402
 from bert_jax.running.environment import enable_compilation_cache  # noqa: E402

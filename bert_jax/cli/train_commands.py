@@ -333,8 +333,9 @@ def compare(args: argparse.Namespace) -> int:
         "--side-by-side",
         metavar="N",
         help="runs to train at once, if the memory holds them, each on a part of the accelerators "
-        "of this machine, or of its cores [as many as there are accelerators; on a CPU 1]",
+        "of this machine, or of its cores [1]",
         type=integer(1),
+        default=1,
     ),
     *shared.TRAINING_FLAGS,
 )
@@ -350,8 +351,7 @@ def benchmark(args: argparse.Namespace) -> int:
     tasks = suite_files.check_suite(suite, args.data, args.set)
     root = Workdir(args.out or f"runs/{suite.name}").root
     count, devices = args.side_by_side, system.accelerator_count()
-    count = max(devices, 1) if count is None else count
-    if devices % count and devices:
+    if devices % count:
         raise InputError(f"--side-by-side {count}: must divide the {devices} devices here")
     workers = DeviceWorkers(count, root / "processes") if count > 1 else None
     suite_runs = Benchmark(suite, tasks, root, args.rules, args.seeds, progress, workers)

@@ -23,7 +23,7 @@ from bert_jax.storage import retry
 from bert_jax.storage.workdir import cache_folder, is_complete, translate_os_errors
 
 # The name of a model, with a branch, tag or commit after the @.
-_NAME = re.compile(r"(hf://)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+_NAME = re.compile(r"(hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _SHARDED = "model.safetensors.index.json"
 # The files that `huggingface.read_folder` reads; a pattern matches the whole path.
 _FILES = (
@@ -219,7 +219,7 @@ def _translate_errors(model: HubModel) -> Iterator[None]:
         if is_missing and not isinstance(error.__cause__, errors.HfHubHTTPError):
             raise InputError(
                 f"{model}: no such folder here, and not in the cache of huggingface_hub, and "
-                f"{constants.ENDPOINT} cannot be reached; connect, or give a folder"
+                f"{constants.ENDPOINT} cannot be reached (or HF_HUB_OFFLINE is set); give a folder"
             ) from error
         if retry.is_transient(error):
             raise Unavailable(

@@ -36,6 +36,7 @@ def hub(tmp_path, monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         kept = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "huggingface_hub"}
         forget()
         folder = hf_folder.as_sentence_transformers(hf_folder.write(tmp_path / "folder"))
