@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_399,
     "benchmarks": 3_320,
     "experiments": 1_798,
-    "tests": 39_884,
+    "tests": 39_886,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
