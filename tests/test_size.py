@@ -46,16 +46,16 @@ ABOVE = {
     "embeddings": 1_554,
     "interop": 2_767,
     "model": 3_081,
-    "pretraining": 1_220,
+    "pretraining": 1_221,
     "serve": 573,
     "storage": 2_117,
     "tasks": 4_617,
     "text": 3_257,
     "tools": 8_580,
-    "training": 2_391,
-    "benchmarks": 3_052,
+    "training": 2_392,
+    "benchmarks": 3_054,
     "experiments": 1_728,
-    "tests": 37_579,
+    "tests": 37_581,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

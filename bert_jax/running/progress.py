@@ -200,7 +200,7 @@ NOT_STEP_TIME = ("compilation", "evaluation", "probes", "checkpoint", "profile")
 
 @dataclasses.dataclass
 class Counts:
-    """What the steps of a window have processed."""
+    """The amounts that the steps of a window have processed."""
 
     steps: int = 0
     tokens: int = 0  # with padding
@@ -219,10 +219,10 @@ class Clock:
         # Peak operations per second of all devices; None: unknown, so no utilisation is computed.
         self.peak_flops = peak_flops
         self._counts = Counts()
-        # Of the current window: its begin, and the seconds of waits by category.
+        # The start of the current window, and its waiting times in seconds by category.
         self._start = time.monotonic()
         self._waits: dict[str, float] = {}
-        # CPU time: at its begin, and of its waits in `NOT_STEP_TIME`.
+        # CPU time at its start, and the CPU time of its waits in `NOT_STEP_TIME`.
         self._cpu_start, self._cpu_waits = time.process_time(), 0.0
 
     def count(self, tokens: int, flops: int) -> None:

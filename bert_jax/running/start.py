@@ -92,7 +92,7 @@ def roll_back(
     """Returns the state of an earlier checkpoint, and deletes newer checkpoints.
 
     After a divergence, the returned state excludes the bad steps. The next checkpoint saves which
-    steps are excluded: a run that is killed before will diverge and roll back again.
+    steps are excluded. A run that is killed before that diverges again, and rolls back again.
 
     First frees the arrays of `state`, since two states may not fit. `description` is the error in
     words.
@@ -132,9 +132,8 @@ def _restore_at_or_before(
     peers, saver = context.peers, context.saver
     try:
         saver.wait()
-    except (
-        Unavailable
-    ):  # the newest checkpoint was not saved; a single process restores an older one
+    except Unavailable:
+        # The newest checkpoint was not saved. A single process can restore an older one.
         if peers.count > 1:
             raise  # the other processes wait for this save inside Orbax
     _await_same_steps(context)

@@ -145,6 +145,5 @@ class RecomputeCheck:
         always = is_sure and bool(set.intersection(*faulty))
         is_repeated = always or not self._was_clean or bool(indices & self._reported)
         self._reported, self._was_clean = self._reported | indices, False
-        return SilentCorruption(
-            self._devices[sorted(indices)].flatten().tolist(), is_sure, is_repeated
-        )
+        devices = self._devices[sorted(indices)].flatten().tolist()
+        return SilentCorruption(devices, is_sure, is_repeated)
