@@ -196,7 +196,7 @@ class Trainer:
                             break
                         batch = next(feed)
                     batch = context.hooks.change_batch(state.done, batch)
-                    if run.replay_every and state.done % run.replay_every == 0:
+                    if run.replay_every and state.done % run.replay_every == 0:  # recompute check
                         program = recomputed_step
                     elif run.check_every and state.done % run.check_every == 0:
                         program = checked_step
