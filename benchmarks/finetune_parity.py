@@ -90,9 +90,9 @@ def write(job: FinetuningJob, place: pathlib.Path) -> list[float]:
     """Every batch, and the head before the first step; returns the learning rates."""
     state = step.init_state(job.objective, job.optimizer, job.experiment.seed)
     np.save(place / "head.npy", state["params"]["head"]["kernel"])
-    phase, steps = job.training.batches(0), range(job.total_steps)
+    phase, steps = job.training.phase_batches_at(0), range(job.total_steps)
     for number in steps:
-        batch = phase.batch(number, np.arange(phase.batch_size))
+        batch = phase.make_batch(number, np.arange(phase.batch_size))
         np.savez(place / f"training_{number:05}.npz", **batch)
     return optimizer.schedule(job.optimizer, job.total_steps, np.array(steps)).tolist()
 

@@ -74,7 +74,9 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list]:
     settings, bare, found = experiment(folder, laps), None, {"loop": [], "bare": []}
     for number in range(rounds):
         ends, progress = [], LoggedProgress()
-        progress.train = lambda *_, at=ends: at.append((time.process_time(), time.perf_counter()))
+        progress.show_training_line = lambda *_, at=ends: at.append(
+            (time.process_time(), time.perf_counter())
+        )
         workdir = Workdir(folder / f"run{number}", settings.run.corpus_dir)
         session.run(PretrainingJob(settings, workdir, progress.report), progress)
         # Without the first lap, which compiles.

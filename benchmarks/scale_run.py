@@ -164,11 +164,11 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     with peers_lib.connect_processes() as peers:
         job.prepare(peers)
         job.open(mesh_lib.make_mesh(scaled.parallelism), peers)
-        phase = job.training.batches(0)
-        while not phase.ready(0):
+        phase = job.training.phase_batches_at(0)
+        while not phase.is_ready(0):
             time.sleep(0.05)
-        phase.batch(0, np.arange(phase.batch_size))
-        phase.close()  # before the next epoch's plan counts, which is no part of a start
+        phase.make_batch(0, np.arange(phase.batch_size))
+        phase.stop_planning()  # before the next epoch's plan counts, which is no part of a start
         held, mapped = measure.resident(os.getpid())
     return {"cpu_seconds": sum(os.times()[:4]), "held_gb": held / 1e9, "mapped_gb": mapped / 1e9}
 

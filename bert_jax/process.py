@@ -12,7 +12,7 @@ from typing import Any
 
 # Whether this process is one of bert_jax's own. Only such a process enables the compilation cache,
 # changes settings of the memory allocator and shows progress bars.
-is_prepared = False
+is_own_process = False
 
 # The index of this process among those of a run; `distributed.peers` sets it.
 index = 0
@@ -45,10 +45,10 @@ def prepare_process() -> None:
     - fsspec and etils read and write buckets through `PatientFileSystem`, which retries requests.
       Lists of folders are not cached, so that files of other processes are seen.
     """
-    global is_prepared
-    if is_prepared:
+    global is_own_process
+    if is_own_process:
         return
-    is_prepared = True
+    is_own_process = True
     logger.addHandler(_LineHandler(logging.WARNING))
     logger.propagate = False
 

@@ -160,7 +160,7 @@ def settings(devices: int) -> dict[str, str]:
 
 
 def pretrain(
-    file: pathlib.Path, workdir: pathlib.Path, *settings: str, length: str = "keep"
+    file: pathlib.Path, workdir: pathlib.Path, *settings: str, may_extend: bool = False
 ) -> tuple[str, str]:
     """Runs in this process; returns the outcome and what was shown."""
     from rich.console import Console
@@ -177,7 +177,7 @@ def pretrain(
     place = Workdir(workdir, experiment.run.corpus_dir)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     progress = Progress(console)
-    job = PretrainingJob(experiment, place, progress.report, length, probes)
+    job = PretrainingJob(experiment, place, progress.report, may_extend, probes)
     return session.run(job, progress), console.export_text()
 
 

@@ -46,16 +46,16 @@ ABOVE = {
     "embeddings": 1_985,
     "interop": 3_080,
     "model": 3_477,
-    "pretraining": 1_234,
+    "pretraining": 1_235,
     "serve": 573,
     "storage": 2_119,
     "tasks": 5_223,
     "text": 3_257,
     "tools": 8_813,
-    "training": 2_399,
-    "benchmarks": 3_320,
+    "training": 2_400,
+    "benchmarks": 3_322,
     "experiments": 1_798,
-    "tests": 39_886,
+    "tests": 39_888,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

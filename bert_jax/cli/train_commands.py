@@ -3,7 +3,7 @@
 import argparse
 import functools
 import typing
-from typing import Any, Literal
+from typing import Any
 
 from bert_jax import config, system
 from bert_jax.cli import shared
@@ -101,7 +101,7 @@ def prepare(args: argparse.Namespace) -> int:
 )
 def pretrain(args: argparse.Namespace) -> int:
     """Starts or resumes a pre-training run."""
-    return _pretrain(args, "keep")
+    return _pretrain(args, may_extend=False)
 
 
 @_add_training(
@@ -113,10 +113,10 @@ def pretrain(args: argparse.Namespace) -> int:
 )
 def extend(args: argparse.Namespace) -> int:
     """Continues a run beyond its end."""
-    return _pretrain(args, "extend")
+    return _pretrain(args, may_extend=True)
 
 
-def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
+def _pretrain(args: argparse.Namespace, may_extend: bool) -> int:
     system.use_one_memory_pool()
     origin, fork_point = None, None
     if args.experiment is None:
@@ -127,13 +127,13 @@ def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
         fork_point = find_pending_fork(run)
     else:
         experiment, origin = config.load_with_origin(args.experiment, args.set)
-    return _train(experiment, args.workdir, end, origin, fork_point)
+    return _train(experiment, args.workdir, may_extend, origin, fork_point)
 
 
 def _train(
     experiment: Experiment,
     root: str | None,
-    end: Literal["keep", "extend"],
+    may_extend: bool,
     origin: dict[str, Any] | None,
     fork_point: "ForkPoint | None",
 ) -> int:
@@ -141,8 +141,8 @@ def _train(
 
     Args:
       root: the argument of --workdir.
-      end: with "keep" the number of steps must equal that of the saved run; with "extend" the
-        last phase may have more.
+      may_extend: whether the last phase may have more steps than the saved run; else the number
+        of steps must be the same.
       origin: the record of where the experiment comes from; None keeps the saved record.
       fork_point: the checkpoint of another run that this run starts from.
     """
@@ -155,7 +155,7 @@ def _train(
     for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    job = PretrainingJob(experiment, workdir, progress.report, end, probes, fork_point)
+    job = PretrainingJob(experiment, workdir, progress.report, may_extend, probes, fork_point)
     return _CODES[session.run(job, progress, origin)]
 
 
@@ -207,7 +207,7 @@ def train_auto(args: argparse.Namespace) -> int:
             other = f"{root} holds a run on {' '.join(sources)}"
             raise InputError(f"TEXT {args.text}: {other}; choose another --workdir")
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
-        return _train(experiment, root, "keep", None, None)
+        return _train(experiment, root, False, None, None)
     workdir = mirror.open_workdir(root, to_write=True)
     workdir.require_run_or_empty()
     from bert_jax.tools import auto
@@ -224,7 +224,7 @@ def train_auto(args: argparse.Namespace) -> int:
     for reason in choice.reasons:
         progress.report(reason)
     origin = config.origin_of("the command line", settings, choice.experiment)
-    return _train(choice.experiment, root, "keep", origin, None)
+    return _train(choice.experiment, root, False, origin, None)
 
 
 _FORK_ARGUMENTS = (
@@ -254,7 +254,7 @@ def fork(args: argparse.Namespace) -> int:
 
     workdir = mirror.open_workdir(args.workdir)  # which may hold this fork already
     experiment, origin, fork_point = plan_fork(args.checkpoint, args.experiment, args.set, workdir)
-    return _train(experiment, args.workdir, "keep", origin, fork_point)
+    return _train(experiment, args.workdir, False, origin, fork_point)
 
 
 @_add_training(
@@ -268,7 +268,7 @@ def decay(args: argparse.Namespace) -> int:
     from bert_jax.checkpoints.fork import plan_decay
 
     experiment, origin, fork_point = plan_decay(args.checkpoint, args.experiment, args.set)
-    return _train(experiment, args.workdir, "keep", origin, fork_point)
+    return _train(experiment, args.workdir, False, origin, fork_point)
 
 
 @_add_training(

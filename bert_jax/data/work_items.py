@@ -106,7 +106,7 @@ class StageProgress:
         self._next = self._start + _LINE_SECONDS
         if left < total:
             self._report(f"{self._stage}: {_mb(total - left)} of {_mb(total)} were done before")
-        if not (left and process_lib.is_prepared and sys.stdout.isatty()):
+        if not (left and process_lib.is_own_process and sys.stdout.isatty()):
             yield
             return
         columns = (

@@ -28,7 +28,7 @@ from bert_jax.model import flops, losses
 from bert_jax.pretraining.loaded_model import Predictor, load_params
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import lines as lines_lib
-from bert_jax.running.job import Evaluator, repeat_every
+from bert_jax.running.job import Evaluator, due_every
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def held_out_evaluators(
     experiment: Experiment, corpus: PreparedCorpus, mesh: jax.sharding.Mesh
 ) -> tuple[Evaluator, Evaluator]:
     """Returns the evaluators of held-out rows and of sample predictions."""
-    is_due = repeat_every(experiment.run.eval_every, experiment.total_steps)
+    is_due = due_every(experiment.run.eval_every, experiment.total_steps)
     validation = corpus_lib.open_stream(corpus.folder, "validation")
     samplers = {
         model: PredictionSampler(experiment.run.watch, model, corpus.tokenizer, validation)
@@ -319,7 +319,7 @@ def probe_evaluator(
         return f"probes: {', '.join(scores)}{warning}"
 
     is_due = _probe_schedule(experiment, open_probes(experiment.model_of(0), read_vectors()))
-    return Evaluator("probes", is_due, evaluate_probes, describe, wait="probes")
+    return Evaluator("probes", is_due, evaluate_probes, describe, time_category="probes")
 
 
 def similarity_warning(line: dict[str, Any], lines: list[dict[str, Any]], base: str) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from etils import epath
@@ -33,7 +33,7 @@ class PretrainingJob(Job):
     """The pre-training of an experiment on its corpus.
 
     Args:
-      length: `extend` lets the last phase have more steps.
+      may_extend: whether the last phase may have more steps than the saved run.
       probes: evaluated during the run; a `tasks.probes.Probes`, or None.
       fork_point: the checkpoint that a new fork starts from; None: there is no new fork.
     """
@@ -46,23 +46,24 @@ class PretrainingJob(Job):
         experiment: Experiment,
         workdir: Workdir,
         report: Callable[[str], None],
-        length: Literal["keep", "extend"] = "keep",
+        may_extend: bool = False,
         probes: Any = None,
         fork_point: ForkPoint | None = None,
     ):
         super().__init__(experiment, workdir, report)
-        self.length, self.probes, self.fork_point = length, probes, fork_point
+        self.may_extend, self.probes, self.fork_point = may_extend, probes, fork_point
         self._vectors: TextVectors | None = None  # of the base from which the run started
 
-    def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Experiment | None:
+    def fit_to_slices(self, taken: int, booked: int, processes_per_slice: int) -> Experiment | None:
+        devices = processes_per_slice * system.local_device_count()
         # make_mesh rejects a tensor axis that is longer than a slice.
-        shards = max(hosts * system.local_device_count() // self.experiment.parallelism.tensor, 1)
+        shards = max(devices // self.experiment.parallelism.tensor, 1)
         return slices.adapt_experiment(self.experiment, taken, booked, shards)
 
     def read(self, mesh: jax.sharding.Mesh) -> None:
         require_runnable(self.experiment, mesh)
 
-    def require_start(self) -> None:
+    def require_initial_weights(self) -> None:
         if self.fork_point is None:
             base_lib.load_initial(self.experiment)
         else:
@@ -71,7 +72,7 @@ class PretrainingJob(Job):
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         experiment = self.experiment
         changed = config.differences(saved, experiment, "identity")
-        if self.length == "extend":
+        if self.may_extend:
             last = f"phases.{len(saved.phases) - 1}.steps:"
             if experiment.total_steps < saved.total_steps:
                 raise InputError(
@@ -131,7 +132,7 @@ class PretrainingJob(Job):
             optimizer=experiment.optimizer,
             total_steps=experiment.total_steps,
             metric_names=objective_lib.metric_names(experiment),
-            batches=self._phase_batches,
+            phase_batches_at=self._phase_batches,
             evaluators=active,
             data_sha256=self._corpus.sha256,
             require_data_unchanged=self._corpus.require_unchanged,
@@ -166,7 +167,7 @@ class PretrainingJob(Job):
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *sharded)
         return state, base.sha256
 
-    def resume(self, metadata: dict[str, Any]) -> None:
+    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
         self._corpus.require_same(metadata)
         self._vectors = base_lib.read_vectors(metadata.get("notes", {}))
 
@@ -186,10 +187,10 @@ class PretrainingJob(Job):
             steps=phase.steps,
             batch_size=phase.batch_size,
             objective=objective_lib.make_objective(experiment, number),
-            batch=train.batch,
-            ready=train.is_ready,
-            close=train.close,
-            ends_line=len({experiment.data_of(n).objective for n in neighbours}) > 1,
+            make_batch=train.batch,
+            is_ready=train.is_ready,
+            stop_planning=train.close,
+            ends_window=len({experiment.data_of(n).objective for n in neighbours}) > 1,
         )
 
 

@@ -51,7 +51,7 @@ class Result:
     """The end of a run."""
 
     outcome: Literal["finished", "stopped", "failed"]
-    done: int  # steps
+    steps_done: int
     reason: str = ""  # why the run failed, or why no checkpoint has its last steps; "" if neither
 
 
@@ -63,11 +63,12 @@ class Context:
     write_experiment: Callable[[], None]  # writes the experiment and its origin to the workdir
     mesh: jax.sharding.Mesh
     peers: Peers
-    saves: Saver
+    saver: Saver
     mirror: Mirror
     progress: Progress
     clock: Clock
     watchdog: Watchdog
     stop: StopRequest  # its context is entered
-    clean_up: Callable[[], None]  # called before all processes abort, which skips `finally`
+    # Deletes the files of a refused run; called before all processes abort, which skips `finally`.
+    clean_up: Callable[[], None]
     hooks: Hooks

@@ -21,35 +21,37 @@ class PhaseBatches(NamedTuple):
     """The batches of one phase; all its steps have the same shapes."""
 
     number: int  # of the phase, from 0
-    first: int  # number of its first step
+    first: int  # number of its first step in the run
     steps: int  # number of steps
     batch_size: int  # global rows per step
-    objective: Objective  # has the same parameters as `Training.objective`
-    batch: MakeBatch  # (step of the phase, row numbers) -> these rows of its batch, on the host
-    # Whether the batch of a step can be made now; if not, its epoch is still being planned.
-    ready: Callable[[int], bool] = lambda step: True
-    close: Callable[[], None] = lambda: None  # stops the planning
-    # Whether the next phase has another objective: a metrics line must not mix steps of both.
-    ends_line: bool = False
+    objective: Objective  # its parameters have the same names and shapes in all phases
+    make_batch: MakeBatch  # (step of the phase, row numbers) -> these rows of its batch
+    # Whether the batch can be made: the plan of its epoch (see data.plans) may not be computed yet.
+    is_ready: Callable[[int], bool] = lambda phase_step: True
+    stop_planning: Callable[[], None] = lambda: None  # stops computing plans in the background
+    # Whether a training line must end with the phase, since the next one has another objective.
+    ends_window: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """An evaluation of the parameters; all processes run it after the same steps."""
 
-    name: str  # the `kind` of its lines
-    # Whether the evaluation is due after this many steps (0: before the first). Depends on the
-    # experiment alone.
+    name: str  # the `kind` of its lines, which are records of a JSON Lines file
+    # Whether the evaluation is due after this many steps (0: before the first). The result must
+    # depend only on the experiment, so that all processes agree.
     is_due: Callable[[int], bool]
-    # (parameters, steps done) -> fields of its line besides `step` and `kind`; empty: no line. A
-    # run fails if `loss` is not finite; the best checkpoint has the lowest `loss`.
+    # (parameters, steps done) -> fields of its line besides `step` and `kind`; empty: no line. An
+    # evaluation with a field `loss` measures the held-out loss: the run fails if it is not finite,
+    # and it ranks checkpoints (see `Trainer._save`).
     evaluate: Callable[[Any, int], dict[str, Any]]
     describe: Callable[[dict[str, Any]], str]  # text for people about a line; "": none
     file: Literal["metrics", "predictions"] = "metrics"  # the file that its lines go to
-    wait: Literal["evaluation", "probes"] = "evaluation"  # name under which `Clock` counts its time
+    # The name under which `Clock.waiting` counts its time. (Probes: see docs/glossary.md.)
+    time_category: Literal["evaluation", "probes"] = "evaluation"
 
 
-def repeat_every(steps: int, total: int) -> Callable[[int], bool]:
+def due_every(steps: int, total: int) -> Callable[[int], bool]:
     """Returns an `is_due` that is true after every `steps` steps and after the last."""
     return lambda done: done > 0 and (done % steps == 0 or done == total)
 
@@ -62,24 +64,25 @@ class Training:
     optimizer: Optimizer
     total_steps: int  # of all phases; the length of the schedules
     metric_names: tuple[str, ...]  # of all metrics that any step has
-    batches: Callable[[int], PhaseBatches]  # steps done -> the phase of the next step
+    phase_batches_at: Callable[[int], PhaseBatches]  # steps done -> the phase of the next step
     evaluators: tuple[Evaluator, ...]  # in the order in which they run
-    data_sha256: str  # hash of the training data; checkpoints save it as `corpus_sha256`
+    data_sha256: str  # hash of the training data, always called `corpus_sha256` in checkpoints
     # Raises InputError if the training data has changed since `Job.open`.
     require_data_unchanged: Callable[[], None] = lambda: None
-    # Arrays on the devices that the steps read and do not change; None: there are none.
+    # The frozen parameters, on the devices: steps read them and do not change them. None: none.
     frozen: Any = None
-    patience: int = 0  # evaluations without a lower `loss` after which the run stops; 0: never
+    # The run stops after this many evaluations without a lower held-out loss; 0: never.
+    patience: int = 0
 
     def count_flops(self, batch: Batch) -> int:
-        """Returns the useful operations of a step with this batch, for the utilisation.
+        """Returns the operations of a step with this batch, as model.flops counts them.
 
-        Counts full fine-tuning; other values of adapt.how cost about as much.
+        Fine-tuning is counted as if all parameters were trained, whatever the value of adapt.how.
         """
         model, (rows, length) = self.objective.model, batch["input_ids"].shape
         predictions = batch["masked_lm_positions"].shape[1] if "masked_lm_positions" in batch else 0
         operations = flops.train_step_flops(model, rows, length, predictions)
-        if "decoder_ids" in batch:  # without the cross-attention
+        if "decoder_ids" in batch:  # of task.kind=generate; its cross-attention is not counted
             rows, length = batch["decoder_ids"].shape
             operations += flops.train_step_flops(model, rows, length, length)
         return operations
@@ -88,15 +91,15 @@ class Training:
 class Job:
     """An experiment in its workdir, and how to train it.
 
-    `session.run` calls `fit_to_slices`, `read`, then `require_start` if the workdir has no
-    checkpoint or else `differences`, then `prepare` and `open`. After that the loop works with
-    `training`, and calls the methods below `open`. `PretrainingJob` and `FinetuningJob` implement
-    the methods that raise NotImplementedError.
+    `session.run` calls `fit_to_slices` and `read`. Then it calls `require_initial_weights` if the
+    workdir has no checkpoint, else `differences`; then `prepare` and `open`. After that the loop
+    works with `training`, and calls the methods below `open`. `PretrainingJob` and `FinetuningJob`
+    implement the methods that raise NotImplementedError.
     """
 
-    restart_hint = "choose another --workdir"  # what to do after a finished run
-    # `extend` allows more steps than the run was started with.
-    length: Literal["keep", "extend"] = "keep"
+    restart_hint = "choose another --workdir"  # how to start again after a finished run
+    # Whether the last phase may have more steps than the saved run (the command `extend`).
+    may_extend: bool = False
     # The checkpoint of another run that this run starts from; None: it is no fork.
     fork_point: ForkPoint | None = None
     training: Training  # set by `open`
@@ -105,8 +108,8 @@ class Job:
         self.experiment = experiment  # an `Experiment` or `Finetuning`; checkpoints save it
         self.workdir, self.report = workdir, report  # `report` shows a line
 
-    def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Any | None:
-        """Returns the experiment for `taken` of its `booked` slices, each with `hosts` processes.
+    def fit_to_slices(self, taken: int, booked: int, processes_per_slice: int) -> Any | None:
+        """Returns the experiment changed to run on `taken` slices instead of all `booked` ones.
 
         Returns None if it cannot run on these; fine-tuning needs all. Called before JAX starts.
         """
@@ -119,18 +122,19 @@ class Job:
         """
         raise NotImplementedError
 
-    def require_start(self) -> None:
-        """Raises InputError if the initial weights are missing or do not fit."""
+    def require_initial_weights(self) -> None:
+        """Raises InputError if the base, or the checkpoint to fork, is missing or does not fit."""
 
     def differences(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
-        """Returns descriptions of how the experiment differs from `saved`, which is to be resumed.
+        """Returns the settings that differ from those of the run that is to be resumed, in words.
 
-        `metadata` is that of the checkpoint, with its `notes` and `init_sha256`.
+        `saved` is the experiment of its newest checkpoint, `metadata` the checkpoint's metadata,
+        with `notes` and `init_sha256`.
         """
         raise NotImplementedError
 
     def prepare(self, peers: Peers) -> None:
-        """Makes or finds the training data on process 0, then copies it to each host."""
+        """Makes the training data on process 0 unless they exist, then copies them to each host."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens the training data and sets `training`."""
@@ -140,24 +144,28 @@ class Job:
         """Returns the state before the first step, and the hash of its base ("" without a base)."""
         raise NotImplementedError
 
-    def resume(self, metadata: dict[str, Any]) -> None:
-        """Reads the notes of the checkpoint to resume; InputError if it has other training data."""
+    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
+        """Reads the `notes` of the checkpoint to resume; InputError if it has other data."""
         raise NotImplementedError
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns the `notes` of a checkpoint, as JSON, which later users of the model need.
+        """Returns what users of the model need besides parameters, such as labels, for JSON.
 
-        `evaluation` is the line of this step that has a held-out loss; {} if there is none.
+        A checkpoint saves them as `notes`. `evaluation` is the line with the held-out loss at the
+        checkpoint's step; {} if this step was not evaluated.
         """
         raise NotImplementedError
 
     def inspection_hint(self, step: int) -> str:
-        """Returns a hint for messages: the command that shows the text of a step."""
+        """Returns a hint for messages: the command that prints the text of a step's rows."""
         return f"`bert-jax show --workdir {self.workdir.address} --step {step}` shows its text"
 
 
 def make_steps(job: Job, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
-    """Returns the train step, one in which TPUs check themselves, and the fingerprint function."""
+    """Returns the train step, one with self-checks of TPUs (run.check_every), and fingerprints.
+
+    The last one is the result of `step.make_fingerprints`, for recompute checks.
+    """
     parallelism, training = job.experiment.parallelism, job.training
     accumulation = parallelism.accumulation_of(phase.number)
     spec = step.StepSpec(phase.objective, training.optimizer, parallelism, accumulation, mesh)

@@ -18,13 +18,13 @@ copy_array: Callable[[jax.Array], jax.Array] = jax.jit(jnp.copy)
 
 
 class _PendingLine(NamedTuple):
-    """A line whose numbers are still on the devices."""
+    """A training line whose metrics are still on the devices."""
 
     done: int  # steps
-    window: dict[str, jax.Array]  # sums of metrics
-    counters: dict[str, jax.Array]  # of the state
+    window: dict[str, jax.Array]  # sums of metrics over its window
+    counters: dict[str, jax.Array]  # copies of the state's `step` and `bad_in_a_row`
     counts: Counts
-    losses: tuple[str, ...]  # names of the losses of these steps
+    losses: tuple[str, ...]  # names of the losses that the objective of these steps adds up
 
 
 class TrainingLog:
@@ -37,8 +37,8 @@ class TrainingLog:
         self._empty_window = step.make_empty_window(job.training.metric_names, context.mesh)
         self._pending: _PendingLine | None = None
 
-    def close_window(self, state: RunState, losses: tuple[str, ...]) -> None:
-        """Takes the sums for the next `write_pending`; begins an empty window."""
+    def end_window(self, state: RunState, losses: tuple[str, ...]) -> None:
+        """Makes the line of the steps since the last one pending; begins an empty window."""
         # Copies, since the next step donates the buffers of the state.
         counters = {name: copy_array(state.arrays[name]) for name in ("step", "bad_in_a_row")}
         counts = self._context.clock.take_counts()
@@ -59,7 +59,7 @@ class TrainingLog:
         worst_loss, worst_step = sums.pop(step.WORST_STEP)  # the step with the highest loss
         means = lines_lib.means(sums)
         # After device_get: steps are dispatched asynchronously, which takes no time.
-        timings = context.clock.lap(pending.counts, means.get("filled"))
+        timings = context.clock.end_window(pending.counts, means.get("filled"))
         device_step, in_a_row = int(counters["step"]), int(counters["bad_in_a_row"])
         if in_a_row >= job.experiment.optimizer.bad_steps_in_a_row:
             raise Divergence(range(device_step - in_a_row, device_step))
@@ -69,7 +69,7 @@ class TrainingLog:
             line |= {"worst_step": int(worst_step), "worst_step_loss": float(worst_loss)}
         self.lines.append(line, "metrics")
         self.lines.time(pending.done, "train", timings)
-        context.progress.train(line, timings)
+        context.progress.show_training_line(line, timings)
         if spike := self.lines.spikes.check(line):
             number, loss, usual = spike
             job.report(
@@ -84,5 +84,5 @@ class TrainingLog:
     def write_timing(self, done: int, kind: str, facts: dict[str, Any]) -> None:
         """Writes a line of the timings, and buffered lines."""
         clock = self._context.clock
-        self.lines.time(done, kind, clock.lap(clock.take_counts()) | facts)
+        self.lines.time(done, kind, clock.end_window(clock.take_counts()) | facts)
         self.lines.flush()

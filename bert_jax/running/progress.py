@@ -1,7 +1,7 @@
-"""Progress for people, as a bar or plain lines; the time that a run spends; profiles.
+"""Shows the progress of a run, measures where its time goes, and traces steps.
 
-`Clock` counts waiting time by name. `Profile` traces some steps for XProf and Perfetto. JAX writes
-the trace to a temporary folder; complete files are then copied into the workdir:
+`Progress` shows lines and a bar. `Clock` measures time. `Profile` traces some steps for XProf and
+Perfetto. JAX writes a trace to a temporary folder; complete files are then copied into the workdir:
 
     W/profile/plugins/profile/steps_11_to_20/process_0.HOST.xplane.pb
                                              process_0.HOST.trace.json.gz
@@ -41,12 +41,12 @@ from bert_jax.process import logger
 from bert_jax.storage.workdir import Workdir, create_folder, replace_atomically, translate_os_errors
 
 # Name of the annotation around each step; XProf looks for its step number.
-_STEP = "train"
-# (label, field) of the values that are shown of a training line.
-_PRETRAINING = tuple(
-    (label, f"{task}_loss") for task, label in (losses.TOKENS | losses.PAIRS).items()
+_STEP_ANNOTATION = "train"
+# (label, field) of the values of a training line that are shown, in pre-training and fine-tuning.
+_PRETRAINING_FIELDS = tuple(
+    (label, f"{name}_loss") for name, label in (losses.TOKENS | losses.PAIRS).items()
 )
-_TASK = (("loss", "loss"), ("accuracy", "accuracy"))
+_FINETUNING_FIELDS = (("loss", "loss"), ("accuracy", "accuracy"))
 
 
 class LineConsole(Console):
@@ -58,10 +58,10 @@ class LineConsole(Console):
     def __init__(self, quiet: bool = False):
         # Without force_jupyter=False, rich displays each line in Jupyter as a separate output.
         super().__init__(quiet=quiet, force_jupyter=False)
-        foreign.on_write_error(self, self._on_write_error)
+        foreign.on_write_error(self, self._on_write_error)  # uses a private name of rich
 
     def on_broken_pipe(self) -> None:
-        """Silences the console; rich would end the process and lose steps that are not saved."""
+        """Drops all further output; rich would end the process, and unsaved steps would be lost."""
         self.quiet = True
         with open(os.devnull, "wb") as null_device:
             os.dup2(null_device.fileno(), sys.stdout.fileno())
@@ -70,17 +70,19 @@ class LineConsole(Console):
         """Drops a line that cannot be written because of a full disk or a lost terminal."""
         if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
             raise error
-        stdout = os.dup(sys.stdout.fileno())
+        # Python's buffer still holds the line. It is flushed to the null device; then the old
+        # standard output is put back, unless the terminal is lost.
+        old_stdout = os.dup(sys.stdout.fileno())
         self.on_broken_pipe()
-        sys.stdout.flush()  # drops the rest of the line
+        sys.stdout.flush()
         if error.errno != errno.EIO:  # the disk may have space for the next line
-            os.dup2(stdout, sys.stdout.fileno())
+            os.dup2(old_stdout, sys.stdout.fileno())
             self.quiet = False
-        os.close(stdout)
+        os.close(old_stdout)
 
 
 class Progress:
-    """Shows lines and, on a terminal, a bar with the time left.
+    """Shows lines of text and, on a terminal, a bar with the time left.
 
     Text is never read as markup, which would remove `[SEP]`.
     """
@@ -88,11 +90,12 @@ class Progress:
     def __init__(self, console: Console):
         self._console = console
         self._bar: Bar | None = None
-        self._total = self._steps = 0
-        self._seconds = 0.0  # of these steps, without compilation
+        self._total = 0  # steps of the run
+        # Steps since the bar began and their time, without compilation: for the time left.
+        self._steps, self._seconds = 0, 0.0
 
     def silence(self) -> None:
-        """Shows nothing from now on: only process 0 reports."""
+        """Shows nothing from now on; called on processes other than process 0."""
         self._console.quiet = True
 
     def report(self, line: str) -> None:
@@ -119,30 +122,31 @@ class Progress:
             yield
         self._bar = None
 
-    def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
-        """Shows a training line of metrics.jsonl and its timings."""
-        parts = self._describe(line, seconds)
+    def show_training_line(self, line: dict[str, float], timings: dict[str, float]) -> None:
+        """Shows a training line of metrics.jsonl and the line of timings.jsonl for its steps."""
+        parts = self._describe(line, timings)
         if self._bar is not None:
             self._bar.update(
                 self._bar.task_ids[0], completed=line["step"], description="  ".join(parts)
             )
         else:
-            self._steps += int(seconds.get("steps", 0))
-            self._seconds += seconds.get("seconds", 0.0) - seconds.get("compilation_seconds", 0.0)
+            self._steps += int(timings.get("steps", 0))
+            self._seconds += timings.get("seconds", 0.0) - timings.get("compilation_seconds", 0.0)
             step, time_left = f"step {line['step']}/{self._total}", self._time_left(line["step"])
             self.report("  ".join([step, *parts, f"{time_left} left"]))
 
-    def _describe(self, line: dict[str, float], seconds: dict[str, float]) -> list[str]:
+    def _describe(self, line: dict[str, float], timings: dict[str, float]) -> list[str]:
         """Returns losses, speed and skipped steps of a training line in words."""
-        fields = _PRETRAINING if losses.find_task(line, losses.TOKENS) else _TASK
+        is_pretraining = bool(losses.find_task(line, losses.TOKENS))
+        fields = _PRETRAINING_FIELDS if is_pretraining else _FINETUNING_FIELDS
         parts = [f"{label} {line[name]:.3f}" for label, name in fields if name in line]
-        if "padding" in seconds:
+        if "padding" in timings:
             parts.append(
-                f"{seconds['real_tokens_per_second']:,.0f} tokens/s, {seconds['padding']:.0%} "
+                f"{timings['real_tokens_per_second']:,.0f} tokens/s, {timings['padding']:.0%} "
                 "padding"
             )
-        if bad := line.get("bad_steps", 0.0):
-            parts.append(f"{bad:.0%} of steps skipped, not finite")
+        if bad_share := line.get("bad_steps", 0.0):  # excluded steps are counted, too
+            parts.append(f"{bad_share:.0%} of steps skipped, not finite")
         return parts
 
     def _time_left(self, done: float) -> str:
@@ -151,7 +155,7 @@ class Progress:
 
 
 class LoggedProgress(Progress):
-    """Logs the lines of a run that was started from Python; prints nothing."""
+    """Logs the lines of a run that was started from Python instead of printing them."""
 
     def __init__(self):
         super().__init__(Console(quiet=True, force_terminal=False, force_jupyter=False))
@@ -180,44 +184,49 @@ class BarProgress(LoggedProgress):
             yield
         self._step_bar = None
 
-    def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
-        super().train(line, seconds)
+    def show_training_line(self, line: dict[str, float], timings: dict[str, float]) -> None:
+        super().show_training_line(line, timings)
         if self._step_bar is not None:
-            self._step_bar.set_postfix_str("  ".join(self._describe(line, seconds)), False)
+            description = "  ".join(self._describe(line, timings))
+            self._step_bar.set_postfix_str(description, refresh=False)
             self._step_bar.update(line["step"] - self._step_bar.n)
 
 
-# Names of waits that are no part of steps; the rest of a lap is. Waiting for data counts as steps,
-# since it limits the speed of training.
-NOT_STEPS = ("compilation", "evaluation", "probes", "checkpoint", "profile")
+# Categories of `Clock.waiting` that are not time of steps. All other time of a window is: also
+# waiting for data, since it limits the speed of training. "prepare" and "restore" are not listed,
+# since they never are in the window of a training line, but in those of starts and roll-backs.
+NOT_STEP_TIME = ("compilation", "evaluation", "probes", "checkpoint", "profile")
 
 
 @dataclasses.dataclass
 class Counts:
-    """Steps, the positions of their rows (with padding) and their useful operations."""
+    """The amounts that the steps of a window have processed."""
 
     steps: int = 0
-    tokens: int = 0
-    flops: int = 0
+    tokens: int = 0  # with padding
+    flops: int = 0  # see model.flops; with padding
 
 
 class Clock:
-    """Counts steps and waiting times, lap by lap; a lap is the steps of one line.
+    """Counts steps and measures their time and waiting times, in windows.
 
-    The devices run behind the loop that dispatches steps. So the counts of a lap are taken when its
-    last step is dispatched, and its time when that step is done.
+    A window is the steps of one training line, or the time before another line of timings.jsonl.
+    The devices run behind the loop that dispatches steps. So the counts of a window are taken when
+    its last step is dispatched, and its time when that step is done.
     """
 
     def __init__(self, peak_flops: float | None = None):
         # Peak operations per second of all devices; None: unknown, so no utilisation is computed.
         self.peak_flops = peak_flops
         self._counts = Counts()
+        # The start of the current window, and its waiting times in seconds by category.
         self._start = time.monotonic()
         self._waits: dict[str, float] = {}
+        # CPU time at its start, and the CPU time of its waits in `NOT_STEP_TIME`.
         self._cpu_start, self._cpu_waits = time.process_time(), 0.0
 
     def count(self, tokens: int, flops: int) -> None:
-        """Counts a step."""
+        """Counts a dispatched step."""
         self._counts.steps += 1
         self._counts.tokens += tokens
         self._counts.flops += flops
@@ -228,83 +237,85 @@ class Clock:
         return counts
 
     @contextlib.contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Counts the time spent inside under this name."""
+    def waiting(self, category: str) -> Iterator[None]:
+        """Adds the time spent inside to this category, such as "data" or "evaluation"."""
         start, cpu = time.monotonic(), time.process_time()
         try:
             yield
         finally:
-            self._waits[name] = self._waits.get(name, 0.0) + time.monotonic() - start
-            if name in NOT_STEPS:
+            self._waits[category] = self._waits.get(category, 0.0) + time.monotonic() - start
+            if category in NOT_STEP_TIME:
                 self._cpu_waits += time.process_time() - cpu
 
-    def lap(self, counts: Counts, filled: float | None = None) -> dict[str, float]:
-        """Returns the seconds of a lap, waiting times and rates of steps; begins the next lap.
+    def end_window(self, counts: Counts, filled: float | None = None) -> dict[str, float]:
+        """Returns the timings of a window, for timings.jsonl; begins the next window.
 
-        `cpu_seconds` are the seconds of all cores of this process in steps. The speed of a run is
-        `real_tokens_per_second`; `tokens_per_second` and `utilisation` include `padding`, while
-        `real_utilisation` does not. `filled` is the share of positions that hold a token; None:
-        unknown.
+        `cpu_seconds` is the CPU time of this process in steps, added up over all cores. The speed
+        of a run is `real_tokens_per_second`; `tokens_per_second` and `utilisation` include
+        `padding`, while `real_utilisation` does not. `filled` is the share of positions that hold a
+        token; None: unknown.
         """
         now, cpu = time.monotonic(), time.process_time()
         seconds, self._start = now - self._start, now
         waits, self._waits = self._waits, {}
-        step_seconds = max(seconds - sum(waits.get(name, 0.0) for name in NOT_STEPS), 1e-9)
+        step_seconds = max(seconds - sum(waits.get(name, 0.0) for name in NOT_STEP_TIME), 1e-9)
         cpu_seconds = max(cpu - self._cpu_start - self._cpu_waits, 0.0)
         self._cpu_start, self._cpu_waits = cpu, 0.0
-        rates = {"seconds": seconds, "cpu_seconds": cpu_seconds, "steps": counts.steps}
+        timings = {"seconds": seconds, "cpu_seconds": cpu_seconds, "steps": counts.steps}
         if counts.steps:
-            rates["steps_per_second"] = counts.steps / step_seconds
-            rates["tokens_per_second"] = counts.tokens / step_seconds
+            timings["steps_per_second"] = counts.steps / step_seconds
+            timings["tokens_per_second"] = counts.tokens / step_seconds
             if self.peak_flops is not None:
-                rates["utilisation"] = counts.flops / step_seconds / self.peak_flops
+                timings["utilisation"] = counts.flops / step_seconds / self.peak_flops
             if filled is not None:
-                rates["padding"] = 1 - filled
+                timings["padding"] = 1 - filled
                 for name in ("tokens_per_second", "utilisation"):
-                    if name in rates:
-                        rates[f"real_{name}"] = rates[name] * filled
-        return rates | {f"{name}_seconds": value for name, value in sorted(waits.items())}
+                    if name in timings:
+                        timings[f"real_{name}"] = timings[name] * filled
+        return timings | {f"{name}_seconds": value for name, value in sorted(waits.items())}
 
 
 class Profile:
-    """Traces a window of steps on this process, in files of its own."""
+    """Traces some steps (run.profile_steps) on this process, in files of its own."""
 
     def __init__(
         self,
-        steps: tuple[int, ...],  # steps done at the start and at the end; empty: no trace
+        steps: tuple[int, ...],  # numbers of the first step and of that after the last; (): none
         workdir: Workdir,
         process: int,
         report: Callable[[str], None],  # is given the path of a trace, or the reason for none
         clock: Clock,  # counts the time of tracing separately
     ):
-        self._window = range(*steps) if steps else range(0)
+        self._steps = range(*steps) if steps else range(0)  # to be traced
         self._workdir, self._process = workdir, process
         self._report, self._clock = report, clock
-        self._local: epath.Path | None = None  # the folder that JAX writes, during a trace
+        self._local: epath.Path | None = None  # the temporary folder, during a trace
         self._cleanup = contextlib.ExitStack()  # removes the folder
-        self._traced = range(0)  # numbers of steps done before each traced step
-        self._has_failed = False
+        self._traced = range(0)  # the steps of the current trace, numbered from 0
+        self._has_failed = False  # no trace could begin; no further one is tried
 
     @contextlib.contextmanager
     def step(self, done: int, state: Any) -> Iterator[None]:
-        """Wraps the step after `done` steps, whose result is `state`, and the wait for its batch.
+        """Traces the step inside, and the wait for its batch, if it is to be traced.
 
-        At both ends of the window waits for dispatched steps: a trace holds only its own steps.
+        `done` steps were dispatched before it, and `state` is the result of the last of them. A
+        trace begins and ends only after `state` is computed, so that it holds no other steps. Names
+        of traces number steps from 1.
         """
-        # After a roll-back, earlier steps are repeated.
-        if self._local is not None and (done not in self._window or done != self._traced.stop):
+        # A step that does not follow the previous one is a repeated one, after a roll-back.
+        if self._local is not None and (done not in self._steps or done != self._traced.stop):
             self.end(state)
-        if self._local is None and done in self._window and not self._has_failed:
+        if self._local is None and done in self._steps and not self._has_failed:
             self._begin(done, state)
         if self._local is None:
             yield
             return
         self._traced = range(self._traced.start, done + 1)
-        with jax.profiler.StepTraceAnnotation(_STEP, step_num=done + 1):
+        with jax.profiler.StepTraceAnnotation(_STEP_ANNOTATION, step_num=done + 1):
             yield
 
     def _begin(self, done: int, state: Any) -> None:
-        jax.block_until_ready(state)  # counts as time of the steps
+        jax.block_until_ready(state)  # outside of `waiting`: this is time of steps
         with self._clock.waiting("profile"):
             options = jax.profiler.ProfileOptions()
             # Tracing Python calls would slow the steps down and fill most of the file.
@@ -320,7 +331,7 @@ class Profile:
             self._local, self._traced = local, range(done, done)
 
     def end(self, state: Any = None) -> None:
-        """Ends and writes the trace, if there is one, after `state` is computed."""
+        """Ends and writes the trace, if there is one, once `state` is computed."""
         if self._local is None:
             return
         steps = f"steps_{self._traced.start + 1}_to_{self._traced.stop}"
@@ -347,7 +358,7 @@ class Profile:
         if os.path.realpath(target) != os.path.join(os.path.realpath(root), relative):
             raise InputError(f"{self._workdir.profile}: is a link, or holds one; remove it")
         with create_folder(target), contextlib.ExitStack() as copies:
-            # Traces of the same steps before a restart, perhaps on another host.
+            # Removes traces of the same steps from before a restart, perhaps on another host.
             for path in target.glob(f"process_{self._process}.*"):
                 path.unlink()
             for path in sorted(local.glob("plugins/profile/*/*")):

@@ -50,76 +50,112 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
     Args:
       job: the training; a run that is already in the workdir must belong to the same experiment.
       progress: shows lines and the progress bar.
-      origin: where the experiment comes from (config.load_with_origin); saved for `report`.
+      origin: where the experiment comes from (config.load_with_origin); saved for the command
+        `bert-jax report`.
     """
     experiment, workdir = job.experiment, job.workdir
     with contextlib.ExitStack() as stack:
-        booked, wait = experiment, experiment.run.wait_for_slices_seconds
+        write_experiment = functools.partial(_write_experiment, workdir, experiment, origin)
+        wait = experiment.run.wait_for_slices_seconds
         peers = stack.enter_context(peers_lib.connect_processes(wait, job.fit_to_slices))
-        if peers.membership is not None:
+        if peers.membership is not None:  # the experiment is for several slices
             taken, policy = len(peers.membership.slices), peers.membership.policy
             job.experiment = experiment = job.fit_to_slices(
                 taken, policy.slice_count, policy.processes_per_slice
             )
         if not peers.is_primary:
             progress.silence()
+        # Storage that does not answer is reported during this run only.
         stack.callback(retry.waits.reset)
-        retry.waits.reset(progress.report if peers.is_primary else peers.report)
+        retry.waits.reset(report=progress.report if peers.is_primary else peers.report)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
         job.read(mesh)
-        facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
-        facts |= {"python": platform.python_version(), "code of bert_jax": code_hash()}
-        facts |= {"length": job.length}
-        peers.require_same("settings", facts, "start all of them with the same command")
-        watchdog = Watchdog(
-            experiment.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
-        )
-        stack.callback(watchdog.pause)  # the caller's process may continue
-        watchdog.reset(times=2)
+        _require_same_start(job, peers)
+        # Process 0 runs the coordinator of JAX, without which the other processes end.
+        is_coordinator = peers.is_primary and peers.count > 1
+        watchdog = Watchdog(experiment.run.hang_after_seconds, coordinates=is_coordinator)
+        stack.callback(watchdog.pause)  # the caller's process may continue after the run
+        watchdog.reset(times=2)  # allows twice run.hang_after_seconds: compiling takes long
         _require_checkable(experiment.run, mesh)
         trackers.require_installed(experiment.run.trackers)
-        if process.is_prepared:
+        if process.is_own_process:
             system.keep_freed_memory()
             enable_compilation_cache()
         peers.connect_devices(mesh)
-        clock = Clock()
-        with _lock_workdir(job, peers) as (mirror, clean_up):
-            _require_shared(workdir, mirror, peers)
-            with CheckpointFolder(workdir.checkpoints).cache_reads():
-                _require_resumable(job)
-            # A signal ends the process at once: the next start makes an unfinished corpus again.
-            watchdog.pause()
-            with clock.waiting("prepare"):
-                job.prepare(peers)
-                peers.wait_at_barrier("prepare")
-            watchdog.reset(times=2)
-            with StopRequest(peers) as stop:
-                job.open(mesh, peers)
-                _report_attention(job, mesh)
-                clock.peak_flops = hardware.peak_flops(job.training.objective.model.compute_dtype)
-                saves = Saver(workdir, experiment.run, peers, progress.report)
-                write = functools.partial(_write_experiment, workdir, booked, origin, saves)
-                write = write if peers.is_primary else lambda: None
-                tools = mesh, peers, saves, mirror, progress, clock, watchdog, stop, clean_up
-                trainer = Trainer(Context(job, write, *tools, HOOKS.get()))
-                names = experiment.run.trackers if peers.is_primary else ()
-                with trackers.run_trackers(names, workdir, experiment, progress.report):
-                    result = trainer.run()
-            watchdog.pause()
-            mirror.flush()
-        _show(result, job, trainer.log.lines.metrics.read(), trainer.state.skipped)
+        return _train_in_workdir(job, mesh, peers, progress, watchdog, write_experiment)
+
+
+def _train_in_workdir(
+    job: Job,
+    mesh: jax.sharding.Mesh,
+    peers: Peers,
+    progress: Progress,
+    watchdog: Watchdog,
+    write_experiment: Callable[[Saver], None],
+) -> Outcome:
+    """Locks the workdir, prepares the data, trains, and reports how the run ended."""
+    experiment, workdir, clock = job.experiment, job.workdir, Clock()
+    with _lock_workdir(job, peers) as (mirror, clean_up):
+        _require_shared(workdir, mirror, peers)
+        with CheckpointFolder(workdir.checkpoints).cache_reads():
+            _require_resumable(job)
+        # Without a time limit, since a large corpus takes hours. A signal still ends the process at
+        # once, which is harmless: the next start makes an unfinished corpus again.
+        watchdog.pause()
+        with clock.waiting("prepare"):
+            job.prepare(peers)
+            peers.wait_at_barrier("prepare")
+        watchdog.reset(times=2)
+        with StopRequest(peers) as stop:
+            job.open(mesh, peers)
+            _report_attention(job, mesh)
+            clock.peak_flops = hardware.peak_flops(job.training.objective.model.compute_dtype)
+            saver = Saver(workdir, experiment.run, peers, progress.report)
+            write = functools.partial(write_experiment, saver) if peers.is_primary else lambda: None
+            context = Context(
+                job=job,
+                write_experiment=write,
+                mesh=mesh,
+                peers=peers,
+                saver=saver,
+                mirror=mirror,
+                progress=progress,
+                clock=clock,
+                watchdog=watchdog,
+                stop=stop,
+                clean_up=clean_up,
+                hooks=HOOKS.get(),
+            )
+            trainer = Trainer(context)
+            names = experiment.run.trackers if peers.is_primary else ()
+            with trackers.run_trackers(names, workdir, experiment, progress.report):
+                result = trainer.run()
+        watchdog.pause()
+        mirror.flush()
+    _show(result, job, trainer.log.lines.metrics.read(), trainer.state.excluded)
     return result.outcome
 
 
+def _require_same_start(job: Job, peers: Peers) -> None:
+    """Raises InputError on all processes if settings, versions or code differ between them."""
+    facts = {name: repr(value) for name, value in config.flatten(job.experiment)} | versions()
+    facts |= {"python": platform.python_version(), "code of bert_jax": code_hash()}
+    facts |= {"may extend": str(job.may_extend)}
+    peers.require_same("settings", facts, "start all of them with the same command")
+
+
 def _write_experiment(
-    workdir: Workdir, experiment: Any, origin: dict[str, Any] | None, saves: Saver
+    workdir: Workdir, experiment: Any, origin: dict[str, Any] | None, saver: Saver
 ) -> None:
-    """Writes the experiment on all slices, even if some are missing now, and its origin."""
+    """Writes the experiment, its custom code and its origin to the workdir.
+
+    `experiment` is the one for all slices, even if the run now trains on fewer.
+    """
     write_atomic(workdir.experiment, config.to_json(experiment))
     for name, source in code.code_copy(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if (fork := fork_record(workdir)) and saves.checkpoints.steps:  # the run stays a fork
+        if (fork := fork_record(workdir)) and saver.checkpoints.steps:  # a resumed fork stays one
             origin = {"fork": fork} | origin
         write_json(workdir.origin, origin)
 
@@ -132,18 +168,22 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
     if result.outcome == "failed":
         job.report(f"failed: {result.reason}")
     elif result.outcome == "stopped":
-        state = result.reason or ("saved" if result.done else "nothing to save")
-        job.report(f"stopped at step {result.done}, {state}; run the same command again")
+        state = result.reason or ("saved" if result.steps_done > 0 else "nothing to save")
+        job.report(f"stopped at step {result.steps_done}, {state}; run the same command again")
     else:
-        describe = {e.name: e.describe for e in job.training.evaluators}
-        last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
-        parts = [describe[line["kind"]](line) for line in last]
-        if lines and [line["step"] for line in last] != [result.done]:
-            parts = [f"step {line['step']}: {part}" for line, part in zip(last, parts, strict=True)]
-            parts.append(f"the newest checkpoint (step {result.done}) was not evaluated")
+        parts = [f"finished: step {result.steps_done}"]
+        describe = {evaluator.name: evaluator.describe for evaluator in job.training.evaluators}
+        last = next((line for line in reversed(lines) if line["kind"] in EVALUATIONS), None)
+        is_evaluated = last is not None and last["step"] == result.steps_done
+        if last is not None:
+            step = "" if is_evaluated else f"step {last['step']}: "
+            parts.append(step + describe[last["kind"]](last))
+        if lines and not is_evaluated:
+            parts.append(f"the newest checkpoint (step {result.steps_done}) was not evaluated")
         count, steps = skipped_steps(lines, excluded)
-        parts += [f"{pluralize(count, 'step')} skipped ({steps})"] if count else []
-        job.report("; ".join([f"finished: step {result.done}", *parts]))
+        if count:
+            parts.append(f"{pluralize(count, 'step')} skipped ({steps})")
+        job.report("; ".join(parts))
         path = job.workdir.address
         job.report(f"{path} holds the finished run; to start again {job.restart_hint}")
 
@@ -158,7 +198,7 @@ def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if the devices do not support the checks that the run asks for."""
+    """Raises InputError if the devices do not support the settings of their checks."""
     platform = mesh.devices.flat[0].platform
     if run.check_every and platform != "tpu":
         raise InputError(
@@ -175,7 +215,8 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
 def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
     """Locks the workdir on process 0; yields the mirror, and a function that cleans up.
 
-    The function deletes the files of a run that was refused before its first checkpoint.
+    For a run in a bucket, the mirror also makes this process the run's owner. The function deletes
+    the new files of a run that was refused before its first checkpoint.
     """
     workdir = job.workdir
     mirror = Mirror(workdir, peers.number)
@@ -186,20 +227,20 @@ def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[],
     workdir.require_run_or_empty()
     storage = storage_of(workdir.checkpoints)
     if not storage.names(workdir.checkpoints):
-        job.require_start()  # before `prepare` makes a corpus in vain
-    with lock(workdir.root, workdir.address) as me:
+        job.require_initial_weights()  # before `prepare` makes a corpus in vain
+    with lock(workdir.root, workdir.address) as holder:
         workdir.remove_unfinished()
-        mirror.acquire(me)
-        new_files = [name for name in RUN_FILES if not (workdir.root / name).exists()]
+        mirror.acquire(holder)
+        missing_files = [name for name in RUN_FILES if not (workdir.root / name).exists()]
 
         def clean_up() -> None:
             if workdir.remote is None:
                 with contextlib.suppress(OSError, ValueError):  # epath: ValueError if not empty
                     workdir.checkpoints.rmdir()
             if not storage.names(workdir.checkpoints):
-                for name in new_files:
+                for name in missing_files:
                     (workdir.root / name).unlink(missing_ok=True)
-                mirror.discard(new_files)
+                mirror.discard(missing_files)
 
         try:
             with mirror:
@@ -210,19 +251,23 @@ def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[],
 
 
 def _require_shared(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
-    """Raises InputError on all processes if one does not see that process 0 holds the workdir."""
+    """Raises InputError on all processes if a process does not see the lock of process 0."""
     if peers.count == 1:
         return
 
-    def read_token() -> str:
-        if not peers.is_primary:  # process 0 keeps its own: a later start may have replaced it
+    def update_token() -> str:
+        # Process 0 knows its own token; its file may already have that of a later start. The
+        # mirrors of the other processes upload with the same token.
+        if not peers.is_primary:
             holder = mirror_lib.read_holder(workdir)
             mirror.token = "" if holder is None else holder.token
         return mirror.token
 
     peers.wait_at_barrier("lock")
-    remedy = f"name a --workdir that all of them share, not {workdir.address}, and start them once"
-    peers.await_same("holder of the workdir", read_token, remedy, InputError)
+    remedy = (
+        f"choose a --workdir that all share, not {workdir.address}, and start the run only once"
+    )
+    peers.await_same("holder of the workdir", update_token, remedy, InputError)
 
 
 def _require_resumable(job: Job) -> None:
@@ -244,5 +289,6 @@ def _require_resumable(job: Job) -> None:
             f"{workdir.address}: this run was started with other settings ({'; '.join(changed)}); "
             f"use the old settings, or choose another --workdir{hint}"
         )
-    for line in config.differences(saved, experiment, "placement"):
-        job.report(f"resume: {line}")
+    # Placement fields may change when a run resumes (see docs/glossary.md).
+    for difference in config.differences(saved, experiment, role="placement"):
+        job.report(f"resume: {difference}")

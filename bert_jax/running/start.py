@@ -9,21 +9,22 @@ Checkpoint N is the state just before step N; steps are numbered from 0.
 
 A step without a finite loss and gradient changes nothing (see training.step). A few such steps are
 harmless. Many in a row mean that an earlier update or the hardware has broken the parameters: then
-`roll_back` restores a checkpoint before these steps, and the run skips them.
+`roll_back` restores a checkpoint from before these steps, and the run skips them. (A checkpoint is
+damaged if its content is not what was saved, and lost if its files are missing.)
 
 All processes call these functions together and get the same result.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from bert_jax.checkpoints.fork import ForkPoint
-from bert_jax.checkpoints.load import Checkpoints, Restored
+from bert_jax.checkpoints.load import Checkpoints, ExchangeErrors, Restored
 from bert_jax.config import MAX_SKIPPED_STEPS
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
@@ -60,9 +61,9 @@ class RunState:
     done: int  # steps
     arrays: step.State  # on the devices; each step donates their buffers
     window: dict[str, jax.Array]  # sums of metrics since the last training line
-    skipped: tuple[int, ...]  # steps that roll-backs excluded
+    excluded: tuple[int, ...]  # steps that roll-backs excluded
     init_sha256: str  # hash of the base; "" without a base
-    start_step: int  # step of the first state: not 0 in a fork
+    start_step: int  # step of the first state: not 0 in a fork; `begun_at` in checkpoints
     held_out: list[tuple[int, float]]  # all (step, held-out loss), if patience > 0
     # The newest line with a held-out loss since the last start or roll-back.
     evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -75,99 +76,113 @@ def begin(context: Context, lines: RunLines) -> RunState:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
     _await_same_steps(context)
-    context.peers.run_on_primary("lost", lambda: _rename_lost_checkpoint(context))
+    context.peers.run_on_primary("rename lost", lambda: _rename_lost_checkpoint(context))
     restored = _restore_or_initialize(context, None)
     context.hooks.on_restore(restored.step, None)
-    return _resume(restored, context, lines)
+    return _make_state(restored, context, lines)
 
 
 def roll_back(
     state: RunState,
     error: Divergence | SilentCorruption,
-    event: str,
+    description: str,
     context: Context,
     lines: RunLines,
 ) -> RunState:
-    """Returns the state of an earlier checkpoint, which skips bad steps; deletes newer ones.
+    """Returns the state of an earlier checkpoint, and deletes newer checkpoints.
 
-    First frees the arrays of `state`, since two states may not fit. The decision is not stored: a
-    run that restarts from a checkpoint before the bad steps meets them and rolls back again.
+    After a divergence, the returned state excludes the bad steps. The next checkpoint saves which
+    steps are excluded. A run that is killed before that diverges again, and rolls back again.
 
-    `event` is the error in words.
+    First frees the arrays of `state`, since two states may not fit. `description` is the error in
+    words.
 
     Raises:
       RunFailure: too many steps would be repeated, see `can_roll_back`; nothing was deleted.
     """
     job = context.job
-    first, skipped = state.done - job.experiment.run.replay_every, state.skipped
     if isinstance(error, Divergence):
-        skipped, first = exclude_steps(skipped, error.bad)
+        excluded, at_most = exclude_steps(state.excluded, error.bad)
+    else:  # no device was wrong in the previous recompute check, which was before this step
+        excluded, at_most = state.excluded, state.done - job.experiment.run.replay_every
     state.arrays, state.window = {}, {}
-    restored = _restore_before(first, state, error, context)
+    restored = _restore_at_or_before(at_most, state, error, context)
+    event = f"{description}; rolling back to step {restored.step}"
     if isinstance(error, SilentCorruption):
-        job.report(f"{event}; rolling back to step {restored.step}")
-        return _resume(restored, context, lines)
-    target = "" if restored.step else " to step 0, since there is no earlier checkpoint"
-    job.report(
-        f"{event}; rolling back{target}, and skipping these and the one before "
-        f"({job.inspection_hint(first)})"
-    )
-    restored.state = with_skipped(restored.state, skipped)
-    return dataclasses.replace(_resume(restored, context, lines), skipped=skipped)
+        job.report(event)
+        return _make_state(restored, context, lines)
+    reason = "" if restored.step else ", since there is no earlier checkpoint"
+    also = "" if at_most in error.bad else f" and step {at_most}"
+    hint = job.inspection_hint(at_most)
+    job.report(f"{event}{reason}, and skipping these steps{also} ({hint})")
+    new_state = _make_state(restored, context, lines)
+    new_state.arrays = with_excluded(new_state.arrays, excluded)
+    new_state.excluded = excluded
+    return new_state
 
 
-def _restore_before(
-    first: int, state: RunState, error: Divergence | SilentCorruption, context: Context
+def _restore_at_or_before(
+    at_most: int, state: RunState, error: Divergence | SilentCorruption, context: Context
 ) -> Restored:
-    """Restores the newest checkpoint at or before step `first`; deletes newer ones.
+    """Restores the newest checkpoint at or before step `at_most`, and deletes newer checkpoints.
 
     If no checkpoint is close enough (`can_roll_back`), a divergence ends the run, and silent data
     corruption falls back to the oldest checkpoint.
     """
-    peers, saver = context.peers, context.saves
+    peers, saver = context.peers, context.saver
     try:
         saver.wait()
-    except Unavailable:  # a single process does not need the checkpoint that was not saved
+    except Unavailable:
+        # The newest checkpoint was not saved. A single process can restore an older one.
         if peers.count > 1:
             raise  # the other processes wait for this save inside Orbax
     _await_same_steps(context)
     every = context.job.experiment.run.checkpoint_every
-    if not can_roll_back(saver.checkpoints.steps, first, every, state.start_step):
+    if not can_roll_back(saver.checkpoints.steps, at_most, every, state.start_step):
         if isinstance(error, Divergence):
             raise RunFailure(
-                f"{error}, and no checkpoint from shortly before step {first + 1} is kept; "
+                f"{error}, and no checkpoint from shortly before these steps is kept; "
                 "no checkpoint was deleted",
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
-        first = saver.checkpoints.steps[-1]
-    restored = _restore_or_initialize(context, first)
+        at_most = min(saver.checkpoints.steps)
+    restored = _restore_or_initialize(context, at_most)
     context.hooks.on_restore(restored.step, state.done)
-    peers.wait_at_barrier("restored")  # until here, other processes may list the checkpoints
-    peers.run_on_primary("removed", lambda: saver.delete_after(first, context.mirror.flush))
+    peers.wait_at_barrier("restore")  # until here, other processes may list the checkpoints
+    # `flush` is called before the deletion: a bucket must not name a deleted checkpoint as newest.
+    peers.run_on_primary("delete newer", lambda: saver.delete_after(at_most, context.mirror.flush))
     saver.refresh()
     return restored
 
 
-def _resume(restored: Restored, context: Context, lines: RunLines) -> RunState:
-    """Returns the state of the next step; drops lines of steps that will be repeated."""
+def _make_state(restored: Restored, context: Context, lines: RunLines) -> RunState:
+    """Returns the state after a start or a roll-back; drops lines of steps to be repeated."""
     done, metadata, report = restored.step, restored.metadata, context.job.report
     window = step.make_empty_window(context.job.training.metric_names, context.mesh)()
     # A fork with another objective drops metric sums that no longer exist.
     sums = {k: np.array(v, np.float32) for k, v in metadata["window"].items() if k in window}
     window |= feed.put(sums, mesh_lib.replicated(context.mesh))
-    # Not at step 0: a fresh state may not fit, and then JAX would wait forever for its parts.
-    slots = jax.device_get(restored.state["skipped_steps"]) if done else ()
-    skipped = tuple(int(slot) for slot in slots if slot >= 0)
-    with context.saves.checkpoints.folder.cache_reads():
-        context.saves.resume_from(done)
-    for name, lost in lines.resume_from(done, metadata.get("lines", {})):
+    # Not read at step 0, where no step is excluded: if a fresh state does not fit into the devices'
+    # memory, `device_get` would wait forever.
+    entries = jax.device_get(restored.state["skipped_steps"]) if done else ()  # -1: unused
+    excluded = tuple(int(entry) for entry in entries if entry >= 0)
+    with context.saver.checkpoints.folder.cache_reads():
+        context.saver.resume_from(done)
+    for name, lost_lines in lines.resume_from(done, metadata.get("lines", {})):
         context.hooks.on_truncate(name)
-        if lost:
-            report(f"{name}: is missing; continuing without its {lost} lines")
+        if lost_lines:
+            report(f"{name}: is missing; continuing without its {lost_lines} lines")
     if done:
         report(f"resume: from step {done}")
-    facts = metadata["init_sha256"], metadata.get("begun_at", 0), [*metadata.get("held_out", [])]
-    return RunState(done, restored.state, window, skipped, *facts)
+    return RunState(
+        done=done,
+        arrays=restored.state,
+        window=window,
+        excluded=excluded,
+        init_sha256=metadata["init_sha256"],
+        start_step=metadata.get("begun_at", 0),
+        held_out=[*metadata.get("held_out", [])],
+    )
 
 
 def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
@@ -179,24 +194,28 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
     spec = job.training.objective, job.training.optimizer, job.experiment.parallelism, context.mesh
     abstract = step.abstract_state(*spec)
 
-    def first_error(name: str, error: str) -> str:
+    def exchange_errors(name: str, error: str) -> str:
+        """Waits for all processes; returns the first error of any of them, "" for none."""
         # Waits long: a process repeats reads for a while before it gives up.
         return context.peers.exchange_errors(
             f"checkpoint {name}", error, patience=2 * retry.GIVE_UP
         )
 
-    checkpoints, restored = context.saves.checkpoints, None
+    checkpoints, restored = context.saver.checkpoints, None
+    # A cached listing may be stale: if it leads to no checkpoint, to an error or to a damaged
+    # checkpoint, all is read again without the cache.
     with checkpoints.folder.cache_reads(), contextlib.suppress(InputError):
-        restored = checkpoints.newest(abstract, at_most, first_error)
-    if restored is None or restored.damaged:  # read again: a cached listing may be stale
-        restored = checkpoints.newest(abstract, at_most, first_error)
+        restored = checkpoints.newest(abstract, at_most, exchange_errors)
+    if restored is None or restored.damaged:
+        restored = checkpoints.newest(abstract, at_most, exchange_errors)
     if restored is not None:  # case 1
-        job.resume(restored.metadata)
+        job.accept_checkpoint(restored.metadata)
     elif job.fork_point is not None:  # case 2
-        restored = _load_fork_point(job.fork_point, context, abstract, first_error)
+        restored = _load_fork_point(job.fork_point, context, abstract, exchange_errors)
     else:  # case 3, or case 4 for a job without a base
         state, sha256 = job.initial_state(step.make_init(*spec)(job.experiment.seed))
-        return Restored(0, state, {"init_sha256": sha256, "window": {}}, {})
+        metadata = {"init_sha256": sha256, "window": {}}
+        return Restored(step=0, state=state, metadata=metadata, damaged={})
     _rename_damaged_checkpoints(context, restored)
     if changed := describe_changes(restored.metadata["environment"]):
         job.report(f"resume: {changed}")
@@ -204,21 +223,26 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
 
 
 def _load_fork_point(
-    fork_point: ForkPoint, context: Context, abstract: Any, first_error: Callable[[str, str], str]
+    fork_point: ForkPoint, context: Context, abstract: Any, exchange_errors: ExchangeErrors
 ) -> Restored:
-    """Restores the checkpoint that a run forks; a fork's own kind of optimizer starts again."""
+    """Restores the checkpoint that a run forks; `abstract` is the abstract state of the fork.
+
+    If the fork has another kind of optimizer, initializes the optimizer's state.
+    """
     job = context.job
     checkpoints = Checkpoints(fork_point.workdir.checkpoints)
     old, new = checkpoints.experiment(fork_point.step).optimizer, job.training.optimizer
     objective, parallelism = job.training.objective, job.experiment.parallelism
-    saved = step.abstract_state(objective, old, parallelism, context.mesh)
-    restored = checkpoints.newest(saved, fork_point.step, first_error)
+    abstract_saved = step.abstract_state(objective, old, parallelism, context.mesh)
+    restored = checkpoints.newest(abstract_saved, fork_point.step, exchange_errors)
     command = fork_point.command
     if restored is None or restored.step != fork_point.step:
         raise InputError(f"{command} {fork_point}: damaged or removed; choose another checkpoint")
-    note = "; its result differs from that of its settings from step 0" * (command == "fork")
+    note = ""
+    if command == "fork":
+        note = "; its result will differ from a run with these settings from step 0"
     job.report(f"{command}: from {fork_point} on{note}")
-    if old.name == new.name:  # only parts without arrays may differ, as by optimizer.layer_decay
+    if old.name == new.name:  # the trees may differ in empty nodes, as by optimizer.layer_decay
         leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
         restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     else:
@@ -226,15 +250,15 @@ def _load_fork_point(
         init = jax.jit(optimizer_lib.make_optimizer(new).init, out_shardings=shardings)
         restored.state["optimizer"] = init(restored.state["params"])
         job.report(f"optimizer.name: {old.name} -> {new.name}, whose moments begin at 0")
-    if command == "decay":
-        job.resume(restored.metadata)
+    if command == "decay":  # it has the corpus of its parent, while a fork may have another
+        job.accept_checkpoint(restored.metadata)
     restored.metadata["begun_at"] = fork_point.step
     return restored
 
 
 def _await_same_steps(context: Context) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
-    peers, saver = context.peers, context.saves
+    peers, saver = context.peers, context.saver
 
     def list_steps() -> str:
         with saver.checkpoints.folder.cache_reads():
@@ -249,29 +273,33 @@ def _await_same_steps(context: Context) -> None:
 
 
 def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
-    """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
-    checkpoints = context.saves.checkpoints
+    """Renames newer checkpoints that were found damaged, and all whose metadata are unreadable."""
+    checkpoints = context.saver.checkpoints
 
     def rename() -> None:
         with checkpoints.folder.cache_reads():
             unreadable = checkpoints.unreadable()
-        unreadable = checkpoints.unreadable() if unreadable else {}
+        if unreadable:  # read again without the cache, which may be stale
+            unreadable = checkpoints.unreadable()
         for number, reason in (unreadable | restored.damaged).items():
             new_name = checkpoints.folder.rename_damaged(number)
             context.job.report(f"{reason}; now {new_name}, resuming from step {restored.step}")
 
-    context.peers.run_on_primary("damaged", rename)
-    context.saves.refresh()
+    context.peers.run_on_primary("rename damaged", rename)
+    context.saver.refresh()
 
 
 def _rename_lost_checkpoint(context: Context) -> None:
     """Reports and renames the newest complete checkpoint if it is now incomplete or missing."""
-    job, folder = context.job, context.saves.checkpoints.folder
+    job, folder = context.job, context.saver.checkpoints.folder
     path, remedy = job.workdir.saved, "remove it to continue"
-    step = read_json(path, 1, remedy, remedy)["step"] if path.exists() else 0
+    step = 0
+    if path.exists():  # the record of the newest checkpoint that was complete
+        record = read_json(path, format_version=1, version_remedy=remedy, damage_remedy=remedy)
+        step = record["step"]
     with folder.cache_reads():
         newest = max(folder.steps, default=0)
-    if step > newest:  # list again: the cached listing may be stale
+    if step > newest:  # list again without the cache, which may be stale
         newest = max(folder.steps, default=0)
     if step <= newest:
         return
@@ -281,35 +309,36 @@ def _rename_lost_checkpoint(context: Context) -> None:
             f"{lost}, and no other checkpoint is left to resume from; restore its files "
             "from a copy, or choose another --workdir to start again"
         )
-    new_name = folder.rename_damaged(step)
-    job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, resuming from step {newest}")
+    new_name = folder.rename_damaged(step)  # "" if its whole folder is missing
+    renamed = f"; now {new_name}" if new_name else ""
+    job.report(f"{lost}{renamed}, resuming from step {newest}")
 
 
 # --- errors and excluded steps --------------------------------------------------------------------
 
 
 def describe_error(error: Divergence | SilentCorruption, done: int, peers: Peers) -> str:
-    """Returns the error in words, with wrong devices and their processes."""
+    """Returns the error in words, with the faulty devices and their processes."""
     if isinstance(error, Divergence):
         return str(error)
     names = [f"device {device.id} of {peers.owner(device)}" for device in error.devices]
-    either, link = ("", " and ") if error.is_sure else ("either ", " or ")
-    return f"step {done}: {either}{link.join(names)} came to another result of the same rows"
+    subject = " and ".join(names) if error.is_sure else f"either {' or '.join(names)}"
+    return f"step {done}: {subject} came to another result of the same rows"
 
 
-def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
-    """Returns the state with these steps as the ones that it skips."""
-    slots = np.full(MAX_SKIPPED_STEPS, -1, np.int32)
-    slots[: len(steps)] = steps
-    return state | {"skipped_steps": feed.put(slots, state["skipped_steps"].sharding)}
+def with_excluded(state: step.State, steps: tuple[int, ...]) -> step.State:
+    """Returns the state that excludes these steps, and no others."""
+    entries = np.full(MAX_SKIPPED_STEPS, -1, np.int32)  # -1: unused
+    entries[: len(steps)] = steps
+    return state | {"skipped_steps": feed.put(entries, state["skipped_steps"].sharding)}
 
 
-def require_excludable(error: Divergence, skipped: Iterable[int], experiment: Any) -> None:
-    """Raises RunFailure if the run may not, or cannot, skip the bad steps."""
-    count, bad = len([*skipped]), error.bad
+def require_excludable(error: Divergence, excluded: Iterable[int], experiment: Any) -> None:
+    """Raises RunFailure if the run may not, or cannot, exclude the bad steps as well."""
+    count, bad = len([*excluded]), error.bad
     if experiment.optimizer.after_bad_steps == "stop":
         reason = "optimizer.after_bad_steps=stop"
-    elif len(exclude_steps(skipped, bad)[0]) > MAX_SKIPPED_STEPS:
+    elif len(exclude_steps(excluded, bad)[0]) > MAX_SKIPPED_STEPS:
         reason = f"{count} steps are skipped already"
     else:
         return
@@ -319,29 +348,30 @@ def require_excludable(error: Divergence, skipped: Iterable[int], experiment: An
     )
 
 
-def exclude_steps(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
-    """Returns the steps to exclude after the steps `bad`, and the first step to repeat.
+def exclude_steps(excluded: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
+    """Returns the steps to exclude because of the steps `bad`, and the first newly excluded step.
 
-    Excludes the last step before the bad ones as well: its update led to them, so that without it
-    the run takes another path.
+    The run must restore a checkpoint at or before the latter. Excludes the last trained step before
+    the bad ones as well: its update led to them, so without it the run takes another path.
     """
-    known = set(skipped)
+    known = set(excluded)
     first = next((step for step in range(bad[0] - 1, -1, -1) if step not in known), bad[0])
     return tuple(sorted(known.union(bad, [first]))), first
 
 
-def can_roll_back(checkpoints: Iterable[int], first: int, every: int, start_step: int = 0) -> bool:
-    """Returns whether the newest state before step `first` is near enough for a roll-back.
+def can_roll_back(saved: Iterable[int], at_most: int, every: int, start_step: int = 0) -> bool:
+    """Returns whether a run may roll back to its newest state at or before step `at_most`.
 
-    It is if no checkpoint is newer, since a killed run would resume from it as well, or if at most
-    two intervals of `every` steps are repeated. A run that rolls back repeatedly needs ever older
-    checkpoints, while only the newest are kept. Older ones may be thousands of steps away; the run
-    does not decide on its own to repeat so many steps.
+    `saved` are the steps of its checkpoints; without one, the state is that of step 0. The run may
+    roll back if no checkpoint is newer than `at_most`, since it would resume from the same state
+    after a kill. Else it must repeat fewer than two intervals of `every` steps. A run that rolls
+    back repeatedly needs ever older checkpoints, while only the newest are kept. Older ones may be
+    thousands of steps away; the run does not decide on its own to repeat so many steps.
     """
-    steps = list(checkpoints)
-    if max(steps, default=0) <= first:
+    steps = list(saved)
+    if max(steps, default=0) <= at_most:
         return True
-    older = [step for step in steps if step <= first]
+    older = [step for step in steps if step <= at_most]
     if not older and start_step:
         return False  # a fork cannot start again at step 0
-    return first - max(older, default=0) < 2 * every
+    return at_most - max(older, default=0) < 2 * every

@@ -1,18 +1,20 @@
 """The training loop of pre-training and fine-tuning.
 
 The batch of a step depends only on the experiment, the data and the number of the step, so a run
-resumes exactly from the state in its newest checkpoint. A step is dispatched to the devices, then
+resumes exactly from the state in its newest checkpoint. A training line of metrics.jsonl sums up
+the steps since the previous training line, its window. A step is dispatched to the devices, then
 all processes do what is due, in this order:
 
-1. log: fetch and write the metrics line that an earlier step has closed. If it shows too many bad
-   steps in a row, the run rolls back. If a line is due at this step, close it; it is written after
-   the next step, or before this step's evaluation or save;
+1. log: fetch and write the pending line, if an earlier step has ended a window. If it shows too
+   many bad steps in a row, the run rolls back. If this step ends a window, its line is now pending:
+   it is written after the next step, or before this step's evaluation or save;
 2. evaluate, if due; this waits for the devices;
 3. save, if due; this waits for the devices, then for the previous save;
 4. stop, if asked to or after early stopping.
 
-If nothing else is due, logging waits only for a step that has another one queued behind it, so that
-the devices do not idle. The loop also waits if more than `_MOST_DISPATCHED` steps are in flight.
+If nothing else is due, a line is written one step late: while the loop waits for the window's last
+step, the next step is queued, so that the devices do not idle. The loop also waits if more than
+`_MOST_DISPATCHED` steps are in flight.
 """
 
 import collections
@@ -46,14 +48,14 @@ from bert_jax.training.recompute_check import RecomputeCheck, SilentCorruption
 # Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
 _MOST_DISPATCHED = 4
 
-# Seconds between two checks whether the rows of an epoch are planned (data.plans).
+# Seconds between two checks whether the plan of an epoch is computed (data.plans).
 _POLL_SECONDS = 0.05
 
 
 class Trainer:
     """One run on the devices of all its processes, from its newest checkpoint to its end.
 
-    Every process runs every step and reads the numbers of every line, so that all processes make
+    Every process runs every step and fetches the metrics of every line, so that all processes make
     the same decisions. Only the primary process writes files and reports.
     """
 
@@ -70,36 +72,39 @@ class Trainer:
             self.job.report,
             context.clock,
         )
-        # A number from each dispatched step, to wait for the step; perhaps of the previous phase.
+        # An output of each dispatched step, to wait for it; some may be of the previous phase.
         self.in_flight: collections.deque[jax.Array] = collections.deque()
         self.waiting_slices = ""  # names of slices with which the run is to restart; "": none
 
     def run(self) -> Result:
         """Trains the run; returns how it ended."""
-        context, saves = self.context, self.context.saves
+        context, saver = self.context, self.context.saver
         with contextlib.ExitStack() as stack:
-            stack.enter_context(saves)
+            stack.enter_context(saver)
+            # If one process fails, all end.
             stack.enter_context(context.peers.abort_together(context.clean_up))
             stack.enter_context(mesh_lib.translate_memory_errors())
             with context.clock.waiting("restore"):
                 self.state = start.begin(context, self.log.lines)
             self._evaluate_step_0()
-            # Not earlier: the workdir must not hold an experiment that was refused.
+            # Not earlier: the start may refuse the experiment, and then must not write it.
             context.write_experiment()
             if self._is_finished:
                 return Result("finished", self.state.done)
-            saves.require_space(self.state.arrays)
+            saver.require_space(self.state.arrays)
             self._log_start()
-            if self.job.fork_point is not None and self.state.done not in saves.checkpoints.steps:
-                self._save()  # now the fork has a checkpoint of its own, as any other run
+            if self.job.fork_point is not None and self.state.done not in saver.checkpoints.steps:
+                self._save()  # from now on the fork resumes from a checkpoint of its own
             try:
                 with context.progress.bar(self.state.done, self.job.training.total_steps):
                     error = self._train()
                 context.watchdog.pause()
                 with context.clock.waiting("checkpoint"):
-                    if error is None and saves.step != self.state.done:
+                    if error is None and saver.step != self.state.done:  # not saved yet
                         self._save()
-                    saves.finish(self.state.done, self._save if error is None else None)
+                    # Waits for the save. If it failed, `finish` saves again, unless there is an
+                    # error: then the current state must not be saved.
+                    saver.finish(self.state.done, self._save if error is None else None)
                     stack.close()  # here, so that closing Orbax counts as checkpoint time
                 # After the save: a process that must stop may have little time.
                 self.profile.end()
@@ -114,24 +119,28 @@ class Trainer:
 
     def _log_start(self) -> None:
         fork_point, peers = self.job.fork_point, self.context.peers
-        fork = {} if fork_point is None else {"branch": str(fork_point)}
+        fork = {} if fork_point is None else {"branch": str(fork_point)}  # its name in files
         slice_facts = peers.report_slices(self.log.lines.timings.read(), self.job.report)
         facts = {"environment": environment()} | fork | slice_facts
         self.log.write_timing(self.state.done, "start", facts)
 
     def _result(self, error: RunFailure | Divergence | None) -> Result:
         """Returns and logs how the run ended; `error` is why its last state was not saved."""
-        saves = self.context.saves
+        saver = self.context.saver
         if isinstance(error, Divergence):
-            saves.set_unsaved_reason(
+            saver.set_unsaved_reason(
                 f"the run must roll back over the steps {error.bad[0]} to {error.bad[-1]}"
             )
-        reason = str(error) if isinstance(error, RunFailure) else saves.unsaved_reason
-        outcome = "finished" if self._is_finished and not reason else "stopped"
-        outcome = "failed" if isinstance(error, RunFailure) else outcome
+        if isinstance(error, RunFailure):
+            outcome, reason = "failed", str(error)
+        else:
+            reason = saver.unsaved_reason
+            outcome = "finished" if self._is_finished and not reason else "stopped"
         facts: dict[str, Any] = {"outcome": outcome}
-        facts |= {"why": reason} if reason else {}
-        facts |= {"for_slices": self.waiting_slices} if self.waiting_slices else {}
+        if reason:
+            facts["why"] = reason
+        if self.waiting_slices:
+            facts["for_slices"] = self.waiting_slices
         self.log.write_timing(self.state.done, "end", facts)
         return Result(outcome, self.state.done, reason)
 
@@ -140,22 +149,22 @@ class Trainer:
     def _train(self) -> RunFailure | Divergence | None:
         """Trains all phases; returns an error if the state must not be saved.
 
-        Returns a `Divergence` if a request to stop comes before the roll-back.
+        Returns a `Divergence` if the run is asked to stop before it has rolled back.
         """
         stop = self.context.stop
         try:
             while not (stop.requested or self._is_finished):
                 try:
-                    phase = self.job.training.batches(self.state.done)
+                    phase = self.job.training.phase_batches_at(self.state.done)
                     try:
                         if self._await_rows(phase):
                             self._train_phase(phase)
                     finally:
-                        phase.close()
+                        phase.stop_planning()
                 except (Divergence, SilentCorruption) as error:
                     error = error.with_traceback(None)  # its frames hold a batch and a state
                     if isinstance(error, Divergence):
-                        start.require_excludable(error, self.state.skipped, self.job.experiment)
+                        start.require_excludable(error, self.state.excluded, self.job.experiment)
                         if stop.requested:
                             return error
                     self._roll_back(error)
@@ -166,17 +175,14 @@ class Trainer:
     def _train_phase(self, phase: PhaseBatches) -> None:
         """Trains the current phase until its end or a request to stop."""
         context, job, state = self.context, self.job, self.state
-        run, end = job.experiment.run, phase.first + phase.steps
+        run, phase_end = job.experiment.run, phase.first + phase.steps
         train_step, checked_step, fingerprints = make_steps(job, phase, context.mesh)
         recomputed_step = self.recompute_check.wrap_step(checked_step, fingerprints)
-        # (interval in steps, program); of those that are due, the last one runs.
-        programs = (1, train_step), (run.check_every, checked_step)
-        programs += ((run.replay_every, recomputed_step),)
         key = step.phase_key(job.training.objective.model, job.experiment.seed, phase.number)
         compiled: set[Callable] = set()
-        context.watchdog.reset(times=2)
+        context.watchdog.reset(times=2)  # twice the usual time limit, here and below
         feed = feed_lib.Feed(
-            phase.batch,
+            phase.make_batch,
             range(state.done - phase.first, phase.steps),
             phase.batch_size,
             mesh_lib.batch_sharding(context.mesh),
@@ -184,14 +190,19 @@ class Trainer:
             job.report,
         )
         with feed:
-            while state.done < end and not (context.stop.requested or self._stops_early):
+            while state.done < phase_end and not (context.stop.requested or self._stops_early):
                 with self.profile.step(state.done, state.arrays):
                     with context.clock.waiting("data"):
                         if not self._await_rows(phase):
                             break
                         batch = next(feed)
                     batch = context.hooks.change_batch(state.done, batch)
-                    *_, program = (p for every, p in programs if every and state.done % every == 0)
+                    if run.replay_every and state.done % run.replay_every == 0:  # recompute check
+                        program = recomputed_step
+                    elif run.check_every and state.done % run.check_every == 0:
+                        program = checked_step
+                    else:
+                        program = train_step
                     timer = contextlib.nullcontext()
                     if program not in compiled:
                         # The first call compiles the step, or loads it from the cache.
@@ -207,15 +218,12 @@ class Trainer:
         self.log.write_pending()
 
     def _await_rows(self, phase: PhaseBatches) -> bool:
-        """Waits until the rows of the next step are planned; False after a request to stop.
-
-        Planning an epoch may take minutes, so the watchdog pauses.
-        """
+        """Waits until the epoch of the next step is planned; returns False if asked to stop."""
         phase_step, context = self.state.done - phase.first, self.context
-        if phase.ready(phase_step):
+        if phase.is_ready(phase_step):
             return True
-        context.watchdog.pause()
-        while not (context.stop.requested or phase.ready(phase_step)):
+        context.watchdog.pause()  # computing a plan may take minutes
+        while not (context.stop.requested or phase.is_ready(phase_step)):
             time.sleep(_POLL_SECONDS)
         context.watchdog.reset()
         return not context.stop.requested
@@ -230,34 +238,34 @@ class Trainer:
         self.context.clock.count(batch["input_ids"].size, self.job.training.count_flops(batch))
 
     def _finish_step(self, phase: PhaseBatches) -> None:
-        """Does what is due after a step, see the module."""
+        """Does what is due after a step, in the order of the module docstring."""
         state, context, run = self.state, self.context, self.job.experiment.run
         is_last = state.done == self.job.training.total_steps
         context.mirror.require_owned()
-        context.saves.poll()
+        context.saver.poll()
         self.log.write_pending()
-        ends_line = phase.ends_line and state.done == phase.first + phase.steps
-        is_line_due = state.done % run.log_every == 0 or is_last or ends_line
-        if is_line_due:
-            self.log.close_window(state, phase.objective.losses)
+        phase_ends_window = phase.ends_window and state.done == phase.first + phase.steps
+        ends_window = state.done % run.log_every == 0 or is_last or phase_ends_window
+        if ends_window:
+            self.log.end_window(state, phase.objective.losses)
         due = self._due_evaluators(state.done)
         is_save_due = state.done % run.checkpoint_every == 0 or is_last
         if due or is_save_due:
             jax.block_until_ready(state.arrays["step"])  # so that this wait counts as training
         if due:
             self._evaluate(due)
-            if self._stops_early and not is_last:
-                if not is_line_due:  # no later line will have these steps
-                    self.log.close_window(state, phase.objective.losses)
-                at_end = self._due_evaluators(self.job.training.total_steps)
-                self._evaluate([evaluator for evaluator in at_end if evaluator not in due])
+            if self._stops_early and not is_last:  # this step is the last one after all
+                if not ends_window:
+                    self.log.end_window(state, phase.objective.losses)
+                due_at_end = self._due_evaluators(self.job.training.total_steps)
+                self._evaluate([evaluator for evaluator in due_at_end if evaluator not in due])
             context.watchdog.reset()
         if is_save_due:
             with context.clock.waiting("checkpoint"):
                 self._save()
             context.watchdog.reset()
             self._stop_for_slices()
-        context.stop.on_step(state.done)
+        context.stop.on_step(state.done)  # all processes notice a request after the same step
 
     def _stop_for_slices(self) -> None:
         """Requests a stop if slices wait and a restart with them pays off."""
@@ -274,26 +282,26 @@ class Trainer:
 
         Raises:
           RunFailure: no checkpoint is close enough before the error; none is deleted.
-          Unavailable: a device computed a wrong result again; the next start resumes from the
+          Unavailable: a device computed a wrong result again. The next start resumes from the
             checkpoint.
         """
         context, done = self.context, self.state.done
-        event = start.describe_error(error, done, context.peers)
+        description = start.describe_error(error, done, context.peers)
         self.log.discard_pending()
         context.watchdog.reset(times=2)
         with context.clock.waiting("restore"):
-            self.state = start.roll_back(self.state, error, event, context, self.log.lines)
+            self.state = start.roll_back(self.state, error, description, context, self.log.lines)
         self._evaluate_step_0()
         if isinstance(error, Divergence):
             bad = [error.bad[0], error.bad[-1]]
-            facts = {"bad": bad, "skipped": list(self.state.skipped)}
+            facts = {"bad": bad, "skipped": list(self.state.excluded)}
         else:
             facts = {"replayed": done, "erred": [device.id for device in error.devices]}
         self.log.write_timing(self.state.done, "roll_back", facts)
-        if isinstance(error, SilentCorruption) and error.is_last:
-            context.mirror.flush()  # the files of process 0 are lost when it ends
-            message = f"{event}, again; run again on another machine"
-            context.peers.raise_first_error("devices", message, Unavailable)
+        if isinstance(error, SilentCorruption) and error.is_repeated:
+            context.mirror.flush()  # the local files of process 0 may be lost when it ends
+            message = f"{description}, again; run again on another machine"
+            context.peers.raise_first_error("devices", message, Unavailable)  # always raises here
 
     # --- evaluate -------------------------------------------------------------------------------
 
@@ -320,14 +328,13 @@ class Trainer:
         for evaluator in evaluators:
             self.log.write_pending()
             self.context.hooks.on_evaluation(state.done, evaluator.name)
-            with self.context.clock.waiting(evaluator.wait):
+            with self.context.clock.waiting(evaluator.time_category):
                 values = evaluator.evaluate(state.arrays["params"], state.done)
             if not math.isfinite(values.get("loss", 0.0)):
                 if jax.device_get(state.arrays["bad_in_a_row"]):  # a roll-back will follow
                     return
                 raise RunFailure(
-                    f"the held-out loss of step {state.done} is not finite: the parameters have "
-                    "run away"
+                    f"the held-out loss of step {state.done} is not finite: training has diverged"
                 )
             if not values:
                 continue
@@ -338,30 +345,31 @@ class Trainer:
             if "loss" not in values:
                 continue
             state.evaluation = line
-            # Bad steps do not change the state: an equal loss must not stop the run early.
+            # After bad steps the parameters, and so the loss, are the same as before: such an
+            # evaluation does not count for early stopping.
             if patience and not jax.device_get(state.arrays["bad_in_a_row"]):
                 state.held_out.append((state.done, values["loss"]))
                 if self._stops_early and state.done < self.job.training.total_steps:
-                    best, loss = min(state.held_out, key=lambda evaluated: evaluated[1])
+                    best_step, best_loss = min(state.held_out, key=lambda evaluated: evaluated[1])
                     report(
-                        f"step {state.done}: early stopping, as the last {patience} "
-                        f"held-out losses are not below {loss:.4f} of step {best} (patience)"
+                        f"step {state.done}: early stopping, as the last {patience} held-out "
+                        f"losses are not below {best_loss:.4f} of step {best_step} (patience)"
                     )
 
     # --- save -----------------------------------------------------------------------------------
 
     def _save(self) -> None:
         """Begins to save the state, unless its last steps are bad and the run continues."""
-        state, context, saves = self.state, self.context, self.context.saves
+        state, context, saver = self.state, self.context, self.context.saver
         self.log.write_pending()
         self.job.training.require_data_unchanged()
         sums, bad = jax.device_get((state.window, state.arrays["bad_in_a_row"]))
         if bad and not self._is_finished:
             # A roll-back needs an older checkpoint, and only a few are kept.
-            saves.set_unsaved_reason(
+            saver.set_unsaved_reason(
                 f"no finite loss or gradient in the last {pluralize(int(bad), 'step')}"
             )
-            self.job.report(f"step {state.done}: {saves.unsaved_reason}")
+            self.job.report(f"step {state.done}: {saver.unsaved_reason}")
             return
         evaluated = state.evaluation if state.evaluation.get("step") == state.done else {}
         metadata: dict[str, Any] = {
@@ -375,16 +383,17 @@ class Trainer:
         }
         if self.job.training.patience:
             metadata["held_out"] = [*state.held_out]  # a copy: saving is asynchronous
-        saves.wait_and_tolerate_failure()
-        with saves.tolerate_full_disk(state.done):
-            # Before the checkpoint, since a resumed run does not write these lines again.
+        saver.wait_and_tolerate_failure()
+        with saver.tolerate_full_disk(state.done):
+            # Before the checkpoint: a run that resumes from it does not write these lines again.
             self.log.lines.flush()
             context.watchdog.pause()
             context.mirror.flush()  # copies all files to the run's bucket, if it has one
             context.watchdog.reset(times=2)
             metadata["lines"] = self.log.lines.tallies()
-            # Not the loss of sentence pairs, a mean over few pairs, which is noisy.
+            # The loss that ranks checkpoints (run.keep_best): of tokens alone, if there is one. The
+            # loss of sentence pairs is noisy, since an evaluation has few pairs.
             token_task = losses.find_task(evaluated, losses.TOKENS)
-            loss = evaluated.get(f"{token_task}_loss", evaluated.get("loss"))
+            held_out_loss = evaluated.get(f"{token_task}_loss" if token_task else "loss")
             context.hooks.on_save(state.done, self.job.workdir.checkpoints / str(state.done))
-            saves.save(state.done, state.arrays, metadata, loss)
+            saver.save(state.done, state.arrays, metadata, held_out_loss)

@@ -14,7 +14,7 @@ from bert_jax.config import Finetuning
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, pluralize
 from bert_jax.running import session
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, Training, repeat_every
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, Training, due_every
 from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
@@ -112,7 +112,7 @@ class FinetuningJob(Job):
                 "start again with another --workdir"
             )
         if not changed:
-            self.resume(metadata)  # other examples may give a state of other shapes
+            self.accept_checkpoint(metadata)  # other examples may give a state of other shapes
             # Older runs have fewer steps: their epochs counted examples, not rows.
             self._set_steps(metadata["notes"].get("total_steps", self.total_steps))
         return changed
@@ -160,7 +160,7 @@ class FinetuningJob(Job):
             optimizer=self.optimizer,
             total_steps=self.total_steps,
             metric_names=self.objective.metrics,
-            batches=lambda done: phase,
+            phase_batches_at=lambda done: phase,
             evaluators=self._evaluators(record),
             data_sha256=self.data_sha256,
             frozen=self.frozen,
@@ -177,7 +177,7 @@ class FinetuningJob(Job):
 
         scores = Evaluator(
             "scores",
-            repeat_every(self.experiment.run.eval_every, self.total_steps),
+            due_every(self.experiment.run.eval_every, self.total_steps),
             self._evaluate,
             lambda line: summary(line) + self._baseline,
         )
@@ -244,7 +244,7 @@ class FinetuningJob(Job):
             params["head"] = _overlay(params["head"], head)
         return fresh | {"params": params}, self._base.sha256
 
-    def resume(self, metadata: dict[str, Any]) -> None:
+    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
         if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
                 f"{self.workdir.address}: the examples are not those that this run was trained on; "

@@ -84,10 +84,10 @@ def rotate_batch(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
 class SilentCorruption(Exception):
     """Devices computed a result that differs from other devices' result for the same rows."""
 
-    def __init__(self, devices: Sequence[jax.Device], is_sure: bool, is_last: bool):
+    def __init__(self, devices: Sequence[jax.Device], is_sure: bool, is_repeated: bool):
         self.devices = devices
         self.is_sure = is_sure  # False: at least one of the devices is faulty
-        self.is_last = is_last  # the devices fail repeatedly, so the run should not resume
+        self.is_repeated = is_repeated  # the devices fail repeatedly, so the run should not resume
 
 
 def find_faulty(checks: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], bool]:
@@ -143,6 +143,7 @@ class RecomputeCheck:
     def _corruption(self, faulty: list[set[int]], is_sure: bool) -> SilentCorruption:
         indices = set().union(*faulty)
         always = is_sure and bool(set.intersection(*faulty))
-        is_last = always or not self._was_clean or bool(indices & self._reported)
+        is_repeated = always or not self._was_clean or bool(indices & self._reported)
         self._reported, self._was_clean = self._reported | indices, False
-        return SilentCorruption(self._devices[sorted(indices)].flatten().tolist(), is_sure, is_last)
+        devices = self._devices[sorted(indices)].flatten().tolist()
+        return SilentCorruption(devices, is_sure, is_repeated)

@@ -246,9 +246,9 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
         saved = mock.MagicMock(steps=[8, 4])
         saved.delete_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
-        context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
+        context = mock.Mock(job=job, peers=us, saver=saved, mirror=mirror)
         state, error = mock.Mock(start_step=0), SilentCorruption([], True, False)
-        start._restore_before(5, state, error, context)
+        start._restore_at_or_before(5, state, error, context)
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", (5, mirror.flush)]

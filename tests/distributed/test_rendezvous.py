@@ -157,7 +157,7 @@ def test_a_tensor_axis_longer_than_a_slice_is_left_to_the_mesh(tmp_path):
     settings = ["model.num_attention_heads=8", "parallelism.tensor=8"]
     experiment = config.override(given, settings)
     job = PretrainingJob(experiment, Workdir(tmp_path), print)
-    assert job.fit_to_slices(2, 2, hosts=1) == experiment
+    assert job.fit_to_slices(2, 2, processes_per_slice=1) == experiment
 
 
 # --- who is there --------------------------------------------------------------------------------

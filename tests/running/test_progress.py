@@ -16,7 +16,7 @@ from bert_jax.running.progress import Clock, Counts, LineConsole, Progress
 
 def test_the_rate_that_is_shown_counts_no_padding():
     clock = Clock(peak_flops=1e12)
-    seconds = clock.lap(Counts(steps=10, tokens=10_000, flops=10**9), filled=0.25)
+    seconds = clock.end_window(Counts(steps=10, tokens=10_000, flops=10**9), filled=0.25)
     assert seconds["padding"] == 0.75
     assert seconds["real_tokens_per_second"] == pytest.approx(250 * seconds["steps_per_second"])
     utilisation = 1e8 * seconds["steps_per_second"] / 1e12
@@ -24,7 +24,7 @@ def test_the_rate_that_is_shown_counts_no_padding():
     assert seconds["real_utilisation"] == pytest.approx(utilisation / 4)
     seconds["real_tokens_per_second"] = 7_653.2
     text = io.StringIO()
-    Progress(Console(file=text, width=200)).train({"step": 10, "loss": 1.5}, seconds)
+    Progress(Console(file=text, width=200)).show_training_line({"step": 10, "loss": 1.5}, seconds)
     assert "loss 1.500  7,653 tokens/s, 75% padding  " in text.getvalue()
 
 
@@ -42,17 +42,19 @@ def test_what_is_no_step_does_not_slow_the_rate_down(what, is_of_steps, monkeypa
     with clock.waiting(what):
         now[0] += 30.0
     now[0] += 10.0
-    lap = clock.lap(Counts(steps=20, tokens=100))
+    lap = clock.end_window(Counts(steps=20, tokens=100))
     assert (lap["seconds"], lap[f"{what}_seconds"]) == (40.0, 30.0)
     assert lap["steps_per_second"] == pytest.approx(0.5 if is_of_steps else 2.0)
 
 
 def test_where_all_steps_were_skipped_no_rate_is_shown():
     """No step says then how much of its rows was padding."""
-    seconds = Clock(None).lap(Counts(steps=10, tokens=10_000))
+    seconds = Clock(None).end_window(Counts(steps=10, tokens=10_000))
     assert "real_tokens_per_second" not in seconds and "padding" not in seconds
     text = io.StringIO()
-    Progress(Console(file=text, width=200)).train({"step": 10, "bad_steps": 1.0}, seconds)
+    Progress(Console(file=text, width=200)).show_training_line(
+        {"step": 10, "bad_steps": 1.0}, seconds
+    )
     assert "tokens/s" not in text.getvalue() and "100% of steps skipped" in text.getvalue()
 
 
@@ -61,9 +63,9 @@ def test_the_time_left_leaves_out_compilation_and_counts_saves():
     progress = Progress(Console(file=text, width=200))
     with progress.bar(50, 110):
         compiled = {"steps": 10, "seconds": 100.0, "compilation_seconds": 90.0}
-        progress.train({"step": 60, "loss": 1.5}, compiled)
+        progress.show_training_line({"step": 60, "loss": 1.5}, compiled)
         saved = {"steps": 10, "seconds": 30.0, "checkpoint_seconds": 20.0}
-        progress.train({"step": 70, "loss": 1.5}, saved)
+        progress.show_training_line({"step": 70, "loss": 1.5}, saved)
     first, second = text.getvalue().splitlines()
     assert first.endswith("  50 s left")
     assert second.endswith("  1 min left")
@@ -82,7 +84,7 @@ def test_a_notebook_shows_all_lines_as_one_text(monkeypatch, capsys):
     progress = Progress(LineConsole())
     progress.report("one")
     with progress.bar(0, 20):
-        progress.train({"step": 10, "loss": 1.5}, {})
+        progress.show_training_line({"step": 10, "loss": 1.5}, {})
     assert len(outputs) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first == "one" and second.startswith("step 10/20  loss 1.500")

@@ -72,7 +72,7 @@ def test_a_finished_run_says_so_and_extend_goes_on(copy_of_run):
     before = (workdir / "metrics.jsonl").read_bytes()
     with pytest.raises(InputError, match=r"phases\.1\.steps: 8 -> 10.*extend"):
         pretrain(file, workdir, "phases.1.steps=10")
-    outcome, shown = pretrain(file, workdir, "phases.1.steps=10", length="extend")
+    outcome, shown = pretrain(file, workdir, "phases.1.steps=10", may_extend=True)
     assert outcome == "finished" and "schedule" in shown
     assert final_state(workdir)[0] == 24
     assert (workdir / "metrics.jsonl").read_bytes().startswith(before)

@@ -273,7 +273,7 @@ def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
     trainer.job.experiment = config.load("experiments/tiny.py")
     trainer.state = RunState(done, {"bad_in_a_row": np.int32(bad)}, {}, (), "", 0, [])
     trainer.state.evaluation = {"step": 18, "loss": 1.0}
-    trainer.log, trainer.context = mock.Mock(), mock.Mock(saves=saves)
+    trainer.log, trainer.context = mock.Mock(), mock.Mock(saver=saves)
     trainer._save()
     assert saves.save.called == is_saved and saves.set_unsaved_reason.called != is_saved
     if is_saved:  # the evaluation is of another step
@@ -320,7 +320,7 @@ def test_an_early_stop_runs_what_is_due_at_the_end():
     trainer.job = mock.Mock(training=training, experiment=experiment)
     trainer.state = RunState(30, arrays, {}, (), "", 0, [(10, 1.0), (20, 1.0)])
     trainer.log, trainer.context = mock.Mock(), mock.Mock(clock=Clock())
-    trainer._finish_step(mock.Mock(ends_line=False))
+    trainer._finish_step(mock.Mock(ends_window=False))
     kinds = [call.args[0]["kind"] for call in trainer.log.lines.append.call_args_list]
     assert kinds == ["scores", "mistakes"]
-    assert trainer.log.close_window.call_count == 1
+    assert trainer.log.end_window.call_count == 1

@@ -111,7 +111,7 @@ def finder(devices, layout):
         try:
             return recompute_check.RecomputeCheck(mesh).wrap_step(lambda *args: "done", one)(*given)
         except recompute_check.SilentCorruption as erred:
-            return [device.id for device in erred.devices], erred.is_sure, erred.is_last
+            return [device.id for device in erred.devices], erred.is_sure, erred.is_repeated
 
     return state["params"], find
 
@@ -179,7 +179,7 @@ def test_a_device_named_twice_is_the_last():
     replays, last = recompute_check.RecomputeCheck(samples.mesh_of(4)), []
     for place, was_clean in ((1, True), (2, True), (3, False), (2, True)):
         replays._was_clean = was_clean
-        last.append(replays._corruption([{place}, set()], is_sure=True).is_last)
+        last.append(replays._corruption([{place}, set()], is_sure=True).is_repeated)
     assert last == [False, False, True, True]
 
 
@@ -227,8 +227,8 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     state, saves = RunState(10, {}, {}, (), "", begun_at, []), mock.MagicMock()
     saves.checkpoints.steps = steps
     job = mock.Mock(**{"experiment.run": Run(replay_every=5, checkpoint_every=4)})
-    context = mock.Mock(peers=Peers(0, 1, None, 1.0), saves=saves, job=job)
-    error = recompute_check.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False)
+    context = mock.Mock(peers=Peers(0, 1, None, 1.0), saver=saves, job=job)
+    error = recompute_check.SilentCorruption(jax.devices()[2:3], is_sure=True, is_repeated=False)
 
     def newest(context, at_most):
         del context
@@ -241,7 +241,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     saves.delete_after = delete_after
     with (
         mock.patch.object(start, "_restore_or_initialize", newest),
-        mock.patch.object(start, "_resume") as go_on,
+        mock.patch.object(start, "_make_state") as go_on,
     ):
         start.roll_back(state, error, "", context, None)
     assert (go_on.call_args.args[0].step, saves.checkpoints.steps) == (step, left)
