@@ -46,6 +46,8 @@ class Kernels(NamedTuple):
     # Types of the matrix unit's operands: unchanged, or `float32`, which v2 and v3 require.
     operands: Literal["as_they_come", "float32"] = "as_they_come"
     memory: int = 64 * 2**20  # bytes of a core's VMEM that a kernel may use
+    # How layers that have kernels compute GELU's erf, see `erf_in`.
+    erf: Literal["exact", "by_tanh"] = "exact"
 
 
 _ONE_CORE_OF_TWO = Kernels(operands="float32", memory=14 * 2**20)
@@ -57,8 +59,16 @@ BY_DEVICE = {
     hardware.TPUS["v5e"].kind: Kernels(),
     hardware.TPUS["v5p"].kind: Kernels(),
     hardware.TPUS["v6e"].kind: Kernels(),
-    hardware.TPUS["tpu7x"].kind: Kernels(memory=48 * 2**20),
+    hardware.TPUS["tpu7x"].kind: Kernels(memory=48 * 2**20, erf="by_tanh"),
 }
+
+
+def erf_in(kernels: Kernels | None, dtype: Any) -> Literal["exact", "by_tanh"]:
+    """Returns how GELU's erf is computed if activations have the type `dtype`.
+
+    Float32 is always computed exactly, as is everything in layers without kernels.
+    """
+    return kernels.erf if kernels is not None and dtype == jnp.bfloat16 else "exact"
 
 
 def fits(heads: int, batch: int, length: int, width: int) -> bool:

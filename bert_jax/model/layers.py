@@ -187,12 +187,55 @@ class LayerNorm(BiaslessLayerNorm):
         return super().__call__(x) + self.bias[...]
 
 
-def activation(name: str, x: jax.Array) -> jax.Array:
-    """Computes GELU: `gelu` with erf, as in BERT's released code, `gelu_tanh` approximately."""
+def activation(name: str, x: jax.Array, erf: Literal["exact", "by_tanh"] = "exact") -> jax.Array:
+    """Computes GELU: `gelu` with erf, as in BERT's released code, `gelu_tanh` approximately.
+
+    Any float type -> float32. With `erf="by_tanh"`, `gelu` is computed by `gelu_by_tanh`.
+    """
+    x = x.astype(jnp.float32)
     if name == "gelu_tanh":
         return jax.nn.gelu(x, approximate=True)
+    if erf == "by_tanh":
+        return gelu_by_tanh(x)
     # As in google-research/bert, modeling.py, gelu; jax.nn.gelu is twice as slow on CPUs.
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
+
+
+# Coefficients of x, x^3 and x^5 in a polynomial whose tanh approximates erf(x / sqrt(2)). They were
+# fitted to the smallest error of GELU.
+_ERF_COEFFICIENTS = (0.7975078, 0.03700569, -0.000351524)
+# Where x^2 is larger, erf(x / sqrt(2)) is 1 or -1 in bfloat16.
+_LARGEST_SQUARE = 36.0
+
+
+@jax.custom_jvp
+def gelu_by_tanh(x: jax.Array) -> jax.Array:
+    """Computes GELU with erf, float32, with errors below 3e-5, and its slope below 1.2e-4.
+
+    These errors are smaller than the rounding of GELU's values near 1 to bfloat16. TPUs have an
+    instruction for tanh, but take dozens for erf.
+    """
+    half = 0.5 * x
+    return half + half * _erf_by_tanh(x)[0]
+
+
+def _erf_by_tanh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns an approximation of erf(x / sqrt(2)), and x^2, which is at most `_LARGEST_SQUARE`."""
+    a, b, c = _ERF_COEFFICIENTS
+    square = jnp.minimum(x * x, _LARGEST_SQUARE)
+    return jnp.tanh(x * (a + square * (b + c * square))), square
+
+
+@gelu_by_tanh.defjvp
+def _gelu_by_tanh_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    a, b, c = _ERF_COEFFICIENTS
+    erf, square = _erf_by_tanh(x)
+    erf_slope = (1.0 - erf * erf) * (a + square * (3.0 * b + 5.0 * c * square))
+    half = 0.5 * x
+    return half + half * erf, tangent * (0.5 + 0.5 * erf + half * erf_slope)
 
 
 def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:

@@ -213,7 +213,7 @@ class Layer(nnx.Module):
         attended = apply_linear(self.attention_output, context, x.shape)
         added = x + self.dropout(attended, noise, 1)
         added = added if _is_modern(self.cfg) else self.attention_layer_norm(added)
-        return self.feed_forward(added.astype(x.dtype), noise)
+        return self.feed_forward(added.astype(x.dtype), noise, inputs.kernels)
 
     def _attend(
         self,
@@ -280,13 +280,15 @@ class Layer(nnx.Module):
         scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
         return jax.nn.softmax(scores, axis=-1)
 
-    def feed_forward(self, x: jax.Array, noise: layers.Noise | None) -> jax.Array:
+    def feed_forward(
+        self, x: jax.Array, noise: layers.Noise | None, kernels: Kernels | None = None
+    ) -> jax.Array:
         """Runs the second part of the layer: [B, S, D] in the compute type -> the same."""
         is_modern, shape = _is_modern(self.cfg), (*x.shape[:2], -1)
         inputs = self.output_layer_norm(x).astype(x.dtype) if is_modern else x
         inner = apply_linear(self.intermediate, inputs, shape).astype(jnp.float32)
         gate = apply_linear(self.gate, inputs, shape).astype(jnp.float32) if is_modern else None
-        inner = layers.activation(self.cfg.hidden_act, inner)
+        inner = layers.activation(self.cfg.hidden_act, inner, kernels_lib.erf_in(kernels, x.dtype))
         inner = inner if gate is None else inner * gate
         outer = apply_linear(self.output, inner.astype(x.dtype), x.shape)
         added = x + self.dropout(outer, noise, 2)
@@ -334,8 +336,8 @@ class Layer(nnx.Module):
         )
         x = residual_norm(self.attention_output, context, self.attention_layer_norm, 1)
         inner = checkpoint_name(self.intermediate(x).astype(x.dtype), LINEAR_OUTPUT)
-        inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
-        return residual_norm(self.output, inner, self.output_layer_norm, 2)
+        inner = layers.activation(cfg.hidden_act, inner, kernels_lib.erf_in(kernels, x.dtype))
+        return residual_norm(self.output, inner.astype(x.dtype), self.output_layer_norm, 2)
 
 
 def _rows_and_numbers(

@@ -35,8 +35,9 @@ class Method(NamedTuple):
     scatter: Literal["reduce_scatter", "ring"] = "reduce_scatter"
     # The axis that a reduction begins with, and a gather ends with: the `outermost`, the
     # `innermost`, or each axis for its share of the parameters (`balanced`). It carries whole
-    # gradients, the others only the shards that remain.
-    order: Literal["outermost", "innermost", "balanced"] = "outermost"
+    # gradients, the others only the shards that remain. `cores_first` begins with the innermost
+    # axis, the cores of a chip, and goes on with each other axis for its share.
+    order: Literal["outermost", "innermost", "balanced", "cores_first"] = "outermost"
     # A layer's parameter of at most this many gathered bytes is gathered for all layers before the
     # first layer runs; a larger one is gathered in each layer, for each pass.
     prefetch_bytes: int = 0
@@ -90,7 +91,8 @@ METHODS = {
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     hardware.TPUS["v6e"].kind: _BY_SPARSE_CORE,
     hardware.TPUS["v5p"].kind: _RINGS,
-    hardware.TPUS["tpu7x"].kind: _BY_SPARSE_CORE,
+    # The cores of a chip have a link that is six times as fast as those between chips.
+    hardware.TPUS["tpu7x"].kind: _BY_SPARSE_CORE._replace(order="cores_first"),
 }
 
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from bert_jax import hardware
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError, Unavailable
 
@@ -110,7 +111,8 @@ def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
 
     Devices without a torus have one axis. Dimensions are kept apart, since the compiler makes a
     reduce-scatter along one of them, but an all-reduce over a flat axis of all devices. The cores
-    of a chip belong to the last dimension.
+    of a chip belong to the last dimension; on TPU7x, whose cores have a link of their own, they are
+    another dimension.
     """
     flat = np.array(devices)
     if not hasattr(devices[0], "coords"):
@@ -122,6 +124,8 @@ def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
         return flat
     grid = np.empty(shape, object)
     grid[indices] = flat
+    if devices[0].device_kind == hardware.TPUS["tpu7x"].kind:
+        return grid.reshape([size for size in shape if size > 1])
     cores = shape.pop()
     *outer, last = [size for size in shape if size > 1] or [1]
     return grid.reshape(*outer, last * cores)

@@ -197,15 +197,16 @@ def _partition(
 def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """Sets `axes` of each partition that is sharded over DATA.
 
-    If the method is `balanced`, each parameter, the largest first, gets the order of axes whose
-    first axis has the fewest parameters so far. Stacked layers, which are reduced on their own,
-    are counted apart.
+    If the method has several orders of axes, each parameter, the largest first, gets the order
+    that has the fewest parameters so far. Stacked layers, which are reduced on their own, are
+    counted apart.
     """
     axes = mesh_lib.data_axes(mesh)
     orders = {
         "outermost": [axes],
         "innermost": [axes[::-1]],
         "balanced": [axes[n:] + axes[:n] for n in range(len(axes))],
+        "cores_first": [axes[-1:] + axes[n:-1] + axes[:n] for n in range(max(len(axes) - 1, 1))],
     }[method_of(mesh_lib.device_kind(mesh)).order]
     load: collections.Counter[tuple[bool, tuple[str, ...]]] = collections.Counter()
     paths = [path for path, _ in jax.tree.leaves_with_path(shapes)]

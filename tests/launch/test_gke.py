@@ -8,6 +8,7 @@ import sys
 import cluster
 import pytest
 
+from bert_jax import hardware
 from launch import __main__, checks
 
 FLAGS = ("--topology", "v5e:4x4", "--image", "registry.example/bert/bert-jax:1")
@@ -111,3 +112,10 @@ def test_what_a_cluster_refuses_is_taken_back_and_what_goes_on_is_not(cloud, lau
 def test_a_flag_that_cannot_be_used_is_named(flags, cloud, launch):
     code, shown = launch("gke", *FLAGS, *flags)
     assert code == 2 and flags[0] in shown and not (cloud / "calls").exists()
+
+
+def test_a_slice_that_does_not_exist_is_refused_with_those_that_do(cloud, launch):
+    code, shown = launch("gke", *FLAGS, "--topology", "tpu7x:3x3x3")
+    assert code == 2 and "--topology tpu7x:3x3x3" in shown and not (cloud / "calls").exists()
+    for shape in hardware.TPUS["tpu7x"].slices:
+        assert f"tpu7x:{shape}" in shown

@@ -42,9 +42,12 @@ def made(what: spec.Spec, **pods) -> tuple[dict, dict]:
 # --- The APIs ---
 
 
-@pytest.mark.parametrize("word", [word for word in hardware.TPUS if word != "v2"])
-def test_a_slice_s_manifest_is_valid_and_asks_for_all_its_chips(word):
-    slice_name = f"{word}:{list(hardware.TPUS[word].slices)[-1]}"
+# The largest slice of each generation that GKE offers, and those of TPU7x of one and many machines.
+LARGEST = [f"{word}:{tpu.slices[-1]}" for word, tpu in hardware.TPUS.items() if word != "v2"]
+
+
+@pytest.mark.parametrize("slice_name", [*LARGEST, "tpu7x:2x2x1", "tpu7x:4x4x4"])
+def test_a_slice_s_manifest_is_valid_and_asks_for_all_its_chips(slice_name):
     what = specified(slice_name=slice_name)
     _, manifest = made(what)
     chips = cluster.container(manifest)["resources"]

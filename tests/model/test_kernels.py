@@ -252,6 +252,12 @@ def test_an_encoder_of_kernels_computes_what_xla_computes():
         np.testing.assert_allclose(mine, reference, rtol=0, atol=atol)
 
 
+def test_erf_is_exact_in_float32_and_without_kernels():
+    tpu7x = kernels.BY_DEVICE["TPU7x"]
+    assert kernels.erf_in(tpu7x, jnp.bfloat16) == "by_tanh"
+    assert kernels.erf_in(tpu7x, jnp.float32) == kernels.erf_in(None, jnp.bfloat16) == "exact"
+
+
 @pytest.mark.parametrize(
     ("length", "width", "heads", "fit"),
     [

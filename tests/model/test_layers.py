@@ -58,6 +58,21 @@ def test_a_bias_gradient_in_bfloat16_is_summed_in_float32():
     assert bias.tolist() == [16_384, 16_384]
 
 
+def test_gelu_by_tanh_and_its_slope_are_those_of_float64_with_erf():
+    """At all numbers of bfloat16: their errors are smaller than the rounding of numbers near 1."""
+    x = jnp.arange(2**16, dtype=jnp.uint16).view(jnp.bfloat16).astype(jnp.float32)
+    x = x[jnp.isfinite(x)]
+    y, pull = jax.vjp(lambda x: layers.activation("gelu", x, "by_tanh"), x)
+    (slope,) = pull(jnp.ones_like(y))
+    x64 = np.asarray(x, np.float64)
+    probability = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in x64])
+    density = np.exp(-np.minimum(x64**2 / 2, 700)) / math.sqrt(2 * math.pi)
+    far = np.abs(x64) > 6
+    np.testing.assert_allclose(y[far], np.where(x64 > 0, x64, 0)[far], rtol=2e-7, atol=3e-6)
+    np.testing.assert_allclose(y[~far], (x64 * probability)[~far], rtol=0, atol=3e-5)
+    np.testing.assert_allclose(slope, probability + x64 * density, rtol=0, atol=1.2e-4)
+
+
 def test_dropout_in_bfloat16_is_scaled_in_float32():
     """Rounded to bfloat16, 1 / 0.9 is 0.16 % too small."""
     noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))

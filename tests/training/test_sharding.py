@@ -25,7 +25,11 @@ KERNEL = ("encoder", "layers", "query", "kernel")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", [RING, Method(order="innermost")], ids=lambda m: m.order)
+@pytest.mark.parametrize(
+    "method",
+    [RING, Method(order="innermost"), RING._replace(order="cores_first")],
+    ids=lambda m: m.order,
+)
 def test_a_run_is_the_same_however_state_travels(method, torus, reference):  # noqa: F811
     """On 2 x 2 devices, against one that holds everything; with dropout."""
     torus(method)
@@ -245,6 +249,7 @@ class Chip:
     slice_index: int
     coords: tuple[int, ...]
     core_on_chip: int
+    device_kind: str = "TPU v3"
 
 
 @pytest.mark.parametrize(
@@ -278,3 +283,15 @@ def test_axes_are_slices_and_the_dimensions_of_their_torus(sizes, cores, layout,
     for part in mesh.devices if "slice" in expected else [mesh.devices]:
         assert len({device.slice_index for device in part.flat}) == 1
         assert list(part.flat) == sorted(part.flat)
+
+
+def test_each_reduction_begins_with_the_cores_of_a_tpu7x_chip():
+    devices = [Chip(0, place[:3], place[3], "TPU7x") for place in np.ndindex(2, 2, 1, 2)]
+    mesh = mesh_lib.make_mesh(Parallelism(), devices)
+    assert dict(mesh.shape) == {"data_0": 2, "data_1": 2, "data_2": 2}
+    assert all(first.coords == second.coords for first, second in mesh.devices.reshape(-1, 2))
+    shapes = jax.eval_shape(lambda: heads.init_params(samples.MODEL, jax.random.key(0)))
+    cuts = sharding.partitions(shapes, Parallelism(state="zero3"), mesh, RULES)
+    leaves = jax.tree.leaves(cuts, is_leaf=lambda leaf: isinstance(leaf, sharding.Partition))
+    orders = {cut.axes for cut in leaves if cut.axes}
+    assert orders == {("data_2", "data_0", "data_1"), ("data_2", "data_1", "data_0")}

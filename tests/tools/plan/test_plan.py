@@ -137,6 +137,7 @@ def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, tmp_pat
     [
         ("v9:4x4", ["v9:4x4", "v5e:8x8", "v3: 2x2, 4x4, 8x8"]),
         ("v5e:3x5", ["v5e:3x5", "v5e:16x16"]),
+        ("tpu7x:3x3x3", ["tpu7x:3x3x3", "tpu7x:2x2x1", "tpu7x:8x8x16"]),
         ("2*v3:8x8", ["2*v3:8x8", "v5e"]),
         ("1*v5e:8x8", ["1*v5e:8x8", "2*v5e:8x8"]),
         ("v5e:8x8 --price-per-chip-hour -1", ["--price-per-chip-hour"]),
