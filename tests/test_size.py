@@ -45,17 +45,17 @@ ABOVE = {
     "distributed": 1_203,
     "embeddings": 1_985,
     "interop": 3_080,
-    "model": 3_477,
+    "model": 3_532,
     "pretraining": 1_235,
     "serve": 573,
     "storage": 2_119,
     "tasks": 5_223,
     "text": 3_257,
     "tools": 8_813,
-    "training": 2_400,
-    "benchmarks": 3_322,
+    "training": 2_407,
+    "benchmarks": 3_328,
     "experiments": 1_798,
-    "tests": 39_888,
+    "tests": 39_938,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
