@@ -45,17 +45,17 @@ ABOVE = {
     "distributed": 1_120,
     "embeddings": 1_550,
     "interop": 2_767,
-    "model": 3_081,
+    "model": 3_136,
     "pretraining": 1_220,
     "serve": 573,
     "storage": 2_070,
     "tasks": 4_617,
     "text": 3_241,
     "tools": 8_575,
-    "training": 2_391,
-    "benchmarks": 3_052,
+    "training": 2_398,
+    "benchmarks": 3_055,
     "experiments": 1_728,
-    "tests": 37_566,
+    "tests": 37_616,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
