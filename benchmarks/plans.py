@@ -34,7 +34,6 @@ PLANS = (
     ("bert_large_pod", "v3:8x8", ()),
     ("bert_large_pod", "v5e:8x8", ()),
     ("bert_large_pod", "v5p:4x4x4", ()),
-    ("bert_base_pod", "tpu7x:2x2x1", ()),
     ("bert_large_pod", "tpu7x:2x2x4", ()),
     # Rows a chip as in MLPerf v0.7, and a batch for few chips.
     ("bert_large_pod", "v3:4x4", ("phases.0.batch_size=448", "phases.1.batch_size=448")),
@@ -43,11 +42,9 @@ PLANS = (
 # The compiler pads a program of two steps differently from one time to the next, by 512 bytes.
 _CODE_UNIT = 1 << 16
 MATRIX = {
-    "bert_base_pod": (
-        *("v2:4x4", "v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x1"),
-    ),
+    "bert_base_pod": ("v2:4x4", "v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4"),
     "bert_large_pod": (
-        *("v2:8x8", "v3:8x8", "v4:4x4x4", "v5e:8x8", "v5p:4x4x4", "v6e:8x8", "tpu7x:4x4x4"),
+        *("v2:8x8", "v3:8x8", "v4:4x4x4", "v5e:8x8", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x2x4"),
     ),
 }
 
