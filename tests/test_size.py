@@ -39,9 +39,9 @@ AIMS = {
 ABOVE = {
     ".": 1_060,
     "checkpoints": 1_206,
-    "cli": 2_329,
+    "cli": 2_330,
     "config": 2_633,
-    "data": 4_037,
+    "data": 4_043,
     "distributed": 1_120,
     "embeddings": 1_550,
     "interop": 2_767,
@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_391,
     "benchmarks": 3_052,
     "experiments": 1_798,
-    "tests": 37_944,
+    "tests": 37_948,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
