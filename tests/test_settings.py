@@ -75,7 +75,7 @@ def test_a_field_a_section_or_all_are_explained():
     assert eps.startswith("optimizer.eps: a number; default 1e-06\n    ")
     line, _ = said("config --explain optimizer.schedule").split("\n", 1)
     assert all(default in line.partition("default")[2] for default in ("paper", "linear"))
-    assert said("config --explain phases.0").count("phases.N.") == 8
+    assert said("config --explain phases.0").count("phases.N.") == 10
     text = said("config --explain")
     assert not [path for kind in KINDS for path in leaves(kind) if f"{path}: " not in text]
     fails("config --explain optimizer.epsilon", "did you mean optimizer.eps")

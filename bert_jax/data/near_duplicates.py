@@ -224,13 +224,13 @@ def _evaluation_ngrams(
             return splitter.words([line])
         return [tokenizer.token(token_id) for token_id in tokenizer.encode_after_space(line)]
 
-    found = [np.zeros(0, np.uint64)]
+    ngrams = [np.zeros(0, np.uint64)]
     texts = (line for path, _ in files for _, line in line_reader.read_file(path))
     while lines := [split(line) for line in itertools.islice(texts, _LINES)]:
         ends = np.concatenate([[0], np.cumsum([*map(len, lines)])])
         hashes = _hash_words([*itertools.chain.from_iterable(lines)])
-        found.append(_hash_runs(*_without_punctuation(hashes, ends), NGRAM)[0])
-    return np.unique(np.concatenate(found))
+        ngrams.append(_hash_runs(*_without_punctuation(hashes, ends), NGRAM)[0])
+    return np.unique(np.concatenate(ngrams))
 
 
 def find_later_duplicates(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
