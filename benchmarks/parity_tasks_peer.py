@@ -33,6 +33,8 @@ def main() -> int:
     warnings.simplefilter("error")
     # What PEFT asks of any model of transformers 5.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+    # What PyTorch says of products of SparseEncoder's vectors.
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
     for folder in map(pathlib.Path, sys.argv[1:]):
         says = json.loads((folder / "says.json").read_text())
         for form in says["forms"]:

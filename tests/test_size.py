@@ -53,9 +53,9 @@ ABOVE = {
     "text": 3_257,
     "tools": 8_813,
     "training": 2_407,
-    "benchmarks": 3_325,
+    "benchmarks": 3_327,
     "experiments": 1_798,
-    "tests": 39_938,
+    "tests": 39_939,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
