@@ -41,7 +41,7 @@ ABOVE = {
     "checkpoints": 1_224,
     "cli": 2_415,
     "config": 2_809,
-    "data": 4_068,
+    "data": 4_075,
     "distributed": 1_203,
     "embeddings": 1_985,
     "interop": 3_080,

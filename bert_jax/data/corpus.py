@@ -5,8 +5,9 @@
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       the number of rows of each first epoch (see data.plans)
-    corpus/parts/           finished parts, until the corpus is complete (see data.parts)
+    corpus/plans.json       numbers of rows of first epochs, by what they depend on (see data.plans)
+    corpus/parts/           results of finished work items, until the corpus is complete (see
+                            data.parts)
     corpus/COMPLETE         written last
 
 The stages are in data.build. A corpus in a bucket is made on this machine and sent there; each host
@@ -44,20 +45,20 @@ from bert_jax.text import tokenizer
 FORMAT_VERSION = 3
 COUNTS_FILE = "plans.json"
 
-# After an InputError at least so many finished parts are kept. A small text has two, one of each
-# stage, and is quickly made again.
+# After an InputError, results of work items are kept if there are at least so many. A small text
+# has two, one of each stage, and is quickly made again.
 _MIN_KEPT_PARTS = 3
 
 # A file of at most this many bytes is read in full at every opening: some hundredths of a second.
 _SMALL = 1 << 25
-# How long a bucket is retried when its text is only compared with a manifest.
+# How long sources in a bucket are retried when they are only compared with a manifest.
 _COMPARE_SECONDS = 10.0
 # The field by which users choose the folder.
 _FOLDER_FIELD = "run.corpus_dir"
 
 
 class Changed(InputError):
-    """The text or the tokenizer has changed since it was prepared, under the same settings."""
+    """The settings are equal, but the text or the tokenizer has changed since the preparation."""
 
 
 def prepare(
@@ -219,7 +220,7 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
 
 def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     """Raises InputError if a split of a corpus gives no row for a phase of the experiment."""
-    # Rows are planned only for the errors of planning.
+    # The rows are not used: planning raises InputError if there is none.
     data, key, folder = experiment.data, (0, 0), local_corpus(folder)
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
     if data.units != "sentences":
@@ -236,7 +237,7 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
                 mixture.require_row(name, part, length, units)
         if units == "sentences" and not sources:
             sentences.plan(train, length, key, most_rows=1)
-        elif not sources:  # length 0: a pair need not fill its row
+        elif not sources:  # 0 tokens at least: a pair need not fill its row
             mixture.require_row("the text", train, 0, units)
 
 
@@ -245,9 +246,9 @@ def _require_intact(
 ) -> None:
     """Raises InputError for a missing or damaged file whose path begins with `prefix`.
 
-    The size of a large file is checked at every opening; its content after it was made or copied,
-    and by `prepare --verify`, at about a gigabyte a second. The content of smaller files is checked
-    at every opening.
+    `cheap`, at every opening: checks the size of all files, and the content of small ones. `full`,
+    after a file was made or copied and by `prepare --verify`: checks the content of all files, at
+    about a gigabyte a second.
     """
     for name, entry in files.items():
         if name.startswith(prefix) and (damage := _damage(folder / name, entry, depth)):
@@ -306,7 +307,7 @@ def _require_same(
         return
     try:
         sources = text_sources.fingerprint(corpus, _COMPARE_SECONDS)
-        unread = text_sources.describe_unread(corpus, _COMPARE_SECONDS)
+        notes_on_unread = text_sources.describe_unread(corpus, _COMPARE_SECONDS)
     except (InputError, Unavailable) as error:
         report(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
@@ -317,7 +318,7 @@ def _require_same(
             change = "is new" if file not in old_files else "is gone"
             change = "has changed" if file in old_files.keys() & new_files.keys() else change
             raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {remedy}")
-    for line in unread:
+    for line in notes_on_unread:
         report(f"corpus: {printable(line)}")
 
 
@@ -373,7 +374,7 @@ def _reject_other_files(folder: epath.Path, names: set[str]) -> None:
 
 
 def _remove_leftovers(folder: epath.Path, min_parts: int = 1) -> None:
-    """Removes the files of a failed `prepare`, but not `min_parts` finished parts or more."""
+    """Removes what a failed `prepare` left; keeps finished results if there are `min_parts`."""
     parts, kept = folder / build.PARTS, {"lock"}
     if parts.exists():
         for path in parts.glob(".*"):
@@ -397,7 +398,9 @@ def _build(
         share = counts["unknown_tokens"] / counts["tokens"]
         numbers = ", ".join(f"{counts[n]} {n}" for n in ("documents", "sentences", "tokens"))
         report(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
-        if share > tokenizer.MAX_UNKNOWN_SHARE and not corpus.unknown_word:  # <unk> in the text
+        if (
+            share > tokenizer.MAX_UNKNOWN_SHARE and not corpus.unknown_word
+        ):  # with one, [UNK] is meant
             report(
                 f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
                 "is made for other text or another script, or too small for its letters (`bert-jax "

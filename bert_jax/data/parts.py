@@ -1,11 +1,11 @@
 """The parts of a corpus, each a range of documents, and the work items of `prepare` on them.
 
-Each item writes a folder (see data.work_items), which is named by a hash of its text, settings and
-tokenizer.
+Each item writes a folder (see data.work_items), which is named by a hash of its files (path, size,
+date, range), the settings and the tokenizer. PARTS is CORPUS/parts or, with Beam, a shared folder.
 
-    LOCATION/read-HASH/      documents of a part, as word numbers (see text.words) or as ids
-    LOCATION/counts-HASH/    word counts of a part, for SentencePiece
-    LOCATION/shards-HASH/    train, validation: ArrayRecord files of a part
+    PARTS/read-HASH/      documents of a part, as indices of words (see text.words) or as ids
+    PARTS/counts-HASH/    word counts of a part, for SentencePiece
+    PARTS/shards-HASH/    train, validation: ArrayRecord files of a part
 """
 
 import collections
@@ -39,7 +39,7 @@ PART_BYTES = 1 << 25
 # Estimated bytes of text in a byte of a compressed file or a TFDS dataset.
 _COMPRESSION = 3
 
-# Kinds of files that have `Corpus.encoding`.
+# Kinds of files to which `Corpus.encoding` applies.
 _ENCODED = ("text", "jsonl", "csv", "tsv")
 
 # Batch sizes: characters per call of the tokenizer, sentences per write of the documents' table,
@@ -55,17 +55,19 @@ DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A stretch of the corpus."""
+    """A contiguous range of the corpus's documents."""
 
     extents: tuple[Extent, ...]  # in the order of the text
-    # Path, bytes and date of the files that hold the extents; a TFDS dataset's metadata file.
+    # Path, bytes and date of modification of the files that hold the extents; for a TFDS dataset
+    # of its metadata file.
     files: tuple[tuple[str, int, int], ...]
     bytes: int  # of text, approximately
 
     def local_objects(self) -> contextlib.AbstractContextManager[None]:
         """Makes this thread read the objects of this part from local copies inside the context."""
         objects = {e.path: e.entry for e in self.extents if e.entry}
-        if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
+        # Several parts read ranges of a large Parquet file, so none copies it whole.
+        if any(e.kind == "parquet" for e in self.extents):
             objects = {p: entry for p, entry in objects.items() if entry.size <= PART_BYTES}
         return copies.use_local_copies(objects)
 
@@ -172,28 +174,29 @@ class CountWords(_PartItem):
 
 @dataclasses.dataclass(frozen=True)
 class Read(_PartItem):
-    """Splits the documents of a part into words or, with a tokenizer, into ids."""
+    """Splits the documents of a part into words or, with a SentencePiece tokenizer, into ids."""
 
     tokenizer: SharedTokenizer | None = None
 
     @property
     def name(self) -> str:
-        splitter = importlib.metadata.version("sentencex")
-        settings = [_read_settings(self.corpus), self.corpus.language, splitter]
-        words_or_ids = self.tokenizer.sha256 if self.tokenizer else self.corpus.case
-        return "read-" + hash_inputs(settings, words_or_ids, self.part)
+        splitter_version = importlib.metadata.version("sentencex")
+        settings = [_read_settings(self.corpus), self.corpus.language, splitter_version]
+        encoding = self.tokenizer.sha256 if self.tokenizer else self.corpus.case
+        return "read-" + hash_inputs(settings, encoding, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         with self.part.local_objects():
             return self._make(folder, tick)
 
     def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        corpus, first_bytes = self.corpus, [e for e in self.part.extents if e.start == 0]
+        corpus, file_starts = self.corpus, [e for e in self.part.extents if e.start == 0]
+        # Raises if the text is UTF-8 although the setting names another encoding.
         line_reader.require_not_utf8(
-            (e.path for e in first_bytes if e.kind in _ENCODED), corpus.encoding
+            (e.path for e in file_starts if e.kind in _ENCODED), corpus.encoding
         )
         # The part that holds a file's first byte hashes the file.
-        hashes = {e.path: text_sources.sha256(e.path) for e in first_bytes if e.kind != "tfds"}
+        hashes = {e.path: text_sources.sha256(e.path) for e in file_starts if e.kind != "tfds"}
         if self.tokenizer:
             writer = _IdWriter(folder, self, load_tokenizer(self.tokenizer))
         else:
@@ -232,9 +235,10 @@ class _DocumentWriter:
         self._writer, self._corpus = writer, corpus
         names = ("sentences.bin", "documents.bin")
         self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
-        # The hash of the current document. If documents may be cut, its sentences in a file, and
-        # the offsets at which they begin.
-        self._digest, self._bounds = hashlib.sha256(), [0]
+        # The hash of the current document.
+        self._digest = hashlib.sha256()
+        # If documents may be cut: the offsets at which its sentences begin in the file `_text`.
+        self._bounds = [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
         # Sentences for the next call of the writer, and the number of characters of their text.
         self._waiting, self._size = list[str](), 0
@@ -415,7 +419,7 @@ def _read_with_ticks(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Doc
     def on_read(new_position: int) -> None:
         nonlocal position
         position = new_position
-        tick(0)  # the layout of a large file is judged before its first chunk
+        tick(0)  # shows life while the layout of a large file is judged, before its first chunk
 
     def report_chunks(chunks: Iterable[str]) -> Iterator[str]:
         nonlocal reported
