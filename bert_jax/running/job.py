@@ -38,8 +38,8 @@ class Evaluator:
     """An evaluation of the parameters; all processes run it after the same steps."""
 
     name: str  # the `kind` of its lines, which are records of a JSON Lines file
-    # Whether the evaluation is due after this many steps (0: before the first). The result must
-    # depend only on the experiment, so that all processes agree.
+    # Whether the evaluation is due after this many steps (0: before the first). The answer must
+    # depend only on the experiment, so that all processes give the same.
     is_due: Callable[[int], bool]
     # (parameters, steps done) -> fields of its line besides `step` and `kind`; empty: no line. An
     # evaluation with a field `loss` measures the held-out loss: the run fails if it is not finite,
@@ -144,7 +144,7 @@ class Job:
         """Returns the state before the first step, and the hash of its base ("" without a base)."""
         raise NotImplementedError
 
-    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
+    def load_notes(self, metadata: dict[str, Any]) -> None:
         """Reads the `notes` of the checkpoint to resume; InputError if it has other data."""
         raise NotImplementedError
 
@@ -162,9 +162,10 @@ class Job:
 
 
 def make_steps(job: Job, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
-    """Returns the train step, one with self-checks of TPUs (run.check_every), and fingerprints.
+    """Returns the train step, one with self-checks of TPUs (run.check_every), and a third function.
 
-    The last one is the result of `step.make_fingerprints`, for recompute checks.
+    The third function computes fingerprints of gradients for recompute checks, see
+    `step.make_fingerprints`.
     """
     parallelism, training = job.experiment.parallelism, job.training
     accumulation = parallelism.accumulation_of(phase.number)

@@ -55,6 +55,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
     """
     experiment, workdir = job.experiment, job.workdir
     with contextlib.ExitStack() as stack:
+        # The experiment for all slices; below, `experiment` may become one for fewer.
         write_experiment = functools.partial(_write_experiment, workdir, experiment, origin)
         wait = experiment.run.wait_for_slices_seconds
         peers = stack.enter_context(peers_lib.connect_processes(wait, job.fit_to_slices))
@@ -155,7 +156,8 @@ def _write_experiment(
     for name, source in code.code_copy(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if (fork := fork_record(workdir)) and saver.checkpoints.steps:  # a resumed fork stays one
+        if (fork := fork_record(workdir)) and saver.checkpoints.steps:
+            # A fork that resumes keeps the record of its parent.
             origin = {"fork": fork} | origin
         write_json(workdir.origin, origin)
 
@@ -189,7 +191,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
 
 
 def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:
-    """Reports on GPUs what computes attention in training steps, and why it is not cuDNN."""
+    """On GPUs, reports whether cuDNN computes attention in training steps, or why it does not."""
     device, parallelism = mesh.devices.flat[0], job.experiment.parallelism
     if device.platform == "gpu":
         model = job.training.objective.model
@@ -198,7 +200,7 @@ def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if the devices do not support the settings of their checks."""
+    """Raises InputError if these devices cannot run the checks that the experiment asks for."""
     platform = mesh.devices.flat[0].platform
     if run.check_every and platform != "tpu":
         raise InputError(
@@ -215,8 +217,8 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
 def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
     """Locks the workdir on process 0; yields the mirror, and a function that cleans up.
 
-    For a run in a bucket, the mirror also makes this process the run's owner. The function deletes
-    the new files of a run that was refused before its first checkpoint.
+    For a run in a bucket, this process also becomes the run's owner. `clean_up`, the function that
+    is yielded, deletes the new files of a run that is refused before its first checkpoint.
     """
     workdir = job.workdir
     mirror = Mirror(workdir, peers.number)
@@ -231,16 +233,16 @@ def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[],
     with lock(workdir.root, workdir.address) as holder:
         workdir.remove_unfinished()
         mirror.acquire(holder)
-        missing_files = [name for name in RUN_FILES if not (workdir.root / name).exists()]
+        new_files = [name for name in RUN_FILES if not (workdir.root / name).exists()]
 
         def clean_up() -> None:
             if workdir.remote is None:
                 with contextlib.suppress(OSError, ValueError):  # epath: ValueError if not empty
                     workdir.checkpoints.rmdir()
             if not storage.names(workdir.checkpoints):
-                for name in missing_files:
+                for name in new_files:
                     (workdir.root / name).unlink(missing_ok=True)
-                mirror.discard(missing_files)
+                mirror.discard(new_files)
 
         try:
             with mirror:

@@ -75,7 +75,7 @@ def begin(context: Context, lines: RunLines) -> RunState:
     Raises:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
-    _await_same_steps(context)
+    _await_same_checkpoints(context)
     context.peers.run_on_primary("rename lost", lambda: _rename_lost_checkpoint(context))
     restored = _restore_or_initialize(context, None)
     context.hooks.on_restore(restored.step, None)
@@ -92,7 +92,7 @@ def roll_back(
     """Returns the state of an earlier checkpoint, and deletes newer checkpoints.
 
     After a divergence, the returned state excludes the bad steps. The next checkpoint saves which
-    steps are excluded. A run that is killed before that diverges again, and rolls back again.
+    steps are excluded. If the run is killed before then, it diverges and rolls back once more.
 
     First frees the arrays of `state`, since two states may not fit. `description` is the error in
     words.
@@ -136,7 +136,7 @@ def _restore_at_or_before(
         # The newest checkpoint was not saved. A single process can restore an older one.
         if peers.count > 1:
             raise  # the other processes wait for this save inside Orbax
-    _await_same_steps(context)
+    _await_same_checkpoints(context)
     every = context.job.experiment.run.checkpoint_every
     if not can_roll_back(saver.checkpoints.steps, at_most, every, state.start_step):
         if isinstance(error, Divergence):
@@ -145,6 +145,7 @@ def _restore_at_or_before(
                 "no checkpoint was deleted",
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
+        # The most likely one to be from before the error; a fresh start would lose more.
         at_most = min(saver.checkpoints.steps)
     restored = _restore_or_initialize(context, at_most)
     context.hooks.on_restore(restored.step, state.done)
@@ -209,7 +210,7 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
     if restored is None or restored.damaged:
         restored = checkpoints.newest(abstract, at_most, exchange_errors)
     if restored is not None:  # case 1
-        job.accept_checkpoint(restored.metadata)
+        job.load_notes(restored.metadata)
     elif job.fork_point is not None:  # case 2
         restored = _load_fork_point(job.fork_point, context, abstract, exchange_errors)
     else:  # case 3, or case 4 for a job without a base
@@ -251,12 +252,12 @@ def _load_fork_point(
         restored.state["optimizer"] = init(restored.state["params"])
         job.report(f"optimizer.name: {old.name} -> {new.name}, whose moments begin at 0")
     if command == "decay":  # it has the corpus of its parent, while a fork may have another
-        job.accept_checkpoint(restored.metadata)
+        job.load_notes(restored.metadata)
     restored.metadata["begun_at"] = fork_point.step
     return restored
 
 
-def _await_same_steps(context: Context) -> None:
+def _await_same_checkpoints(context: Context) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
     peers, saver = context.peers, context.saver
 

@@ -157,7 +157,7 @@ class Trainer:
                 try:
                     phase = self.job.training.phase_batches_at(self.state.done)
                     try:
-                        if self._await_rows(phase):
+                        if self._await_plan(phase):
                             self._train_phase(phase)
                     finally:
                         phase.stop_planning()
@@ -193,7 +193,7 @@ class Trainer:
             while state.done < phase_end and not (context.stop.requested or self._stops_early):
                 with self.profile.step(state.done, state.arrays):
                     with context.clock.waiting("data"):
-                        if not self._await_rows(phase):
+                        if not self._await_plan(phase):
                             break
                         batch = next(feed)
                     batch = context.hooks.change_batch(state.done, batch)
@@ -217,7 +217,7 @@ class Trainer:
                 self._finish_step(phase)
         self.log.write_pending()
 
-    def _await_rows(self, phase: PhaseBatches) -> bool:
+    def _await_plan(self, phase: PhaseBatches) -> bool:
         """Waits until the epoch of the next step is planned; returns False if asked to stop."""
         phase_step, context = self.state.done - phase.first, self.context
         if phase.is_ready(phase_step):

@@ -112,7 +112,7 @@ class FinetuningJob(Job):
                 "start again with another --workdir"
             )
         if not changed:
-            self.accept_checkpoint(metadata)  # other examples may give a state of other shapes
+            self.load_notes(metadata)  # other examples may give a state of other shapes
             # Older runs have fewer steps: their epochs counted examples, not rows.
             self._set_steps(metadata["notes"].get("total_steps", self.total_steps))
         return changed
@@ -244,7 +244,7 @@ class FinetuningJob(Job):
             params["head"] = _overlay(params["head"], head)
         return fresh | {"params": params}, self._base.sha256
 
-    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
+    def load_notes(self, metadata: dict[str, Any]) -> None:
         if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
                 f"{self.workdir.address}: the examples are not those that this run was trained on; "
