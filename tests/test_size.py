@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_397,
     "benchmarks": 3_090,
     "experiments": 1_728,
-    "tests": 38_265,
+    "tests": 38_266,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
