@@ -53,9 +53,9 @@ ABOVE = {
     "text": 3_241,
     "tools": 8_804,
     "training": 2_391,
-    "benchmarks": 3_052,
+    "benchmarks": 3_083,
     "experiments": 1_728,
-    "tests": 38_310,
+    "tests": 38_312,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
