@@ -53,7 +53,7 @@ ABOVE = {
     "text": 3_241,
     "tools": 8_804,
     "training": 2_391,
-    "benchmarks": 3_083,
+    "benchmarks": 3_052,
     "experiments": 1_728,
     "tests": 38_312,
 }
