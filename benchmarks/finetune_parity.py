@@ -1,11 +1,10 @@
-"""Our fine-tuning against that of transformers' Trainer: the same weights, order and schedule.
+"""Our fine-tuning against PyTorch's: the same weights, order and schedule.
 
     python -m benchmarks.finetune_parity TASKFILE --from BASE [--set FIELD=VALUE] [--seeds 3]
 
-Fine-tunes here and in the environment of PyTorch, where `peer.Tuned` gives the exported base, the
-head of transformers and the batches of ours to the Trainer (which needs accelerate). Without
-dropout the losses of the first 100 steps and the final score must agree; with it, in the mean over
-the seeds.
+Fine-tunes here and in the environment of PyTorch, where `peer.Tuned` trains what transformers
+loads from the exported base on the batches of ours. Without dropout the losses of the first 100
+steps and the final score must agree; with it, in the mean over the seeds.
 """
 
 import json

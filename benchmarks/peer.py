@@ -146,93 +146,63 @@ class Embed:
             self._vectors[batch] = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
 
 
-_HEADS = {
-    **dict.fromkeys(("classify", "regress"), transformers.BertForSequenceClassification),
-    "tag": transformers.BertForTokenClassification,
-    "span": transformers.BertForQuestionAnswering,
-    "choice": transformers.BertForMultipleChoice,
-}
-
-
-class Tuned:
-    """For `finetune_parity`: transformers' Trainer and the head of a task, on batches of ours."""
+class Tuned(torch.nn.Module):
+    """For `finetune_parity`: transformers' BertModel with a task's layer, and batches of ours."""
 
     def learn(self, folder: str, task: dict[str, Any], rates: list[float]) -> list[float]:
         """The loss of each step; scores of held-out rows go to the folder."""
+        torch.manual_seed(task["seed"])
         place, adapt, of = pathlib.Path(folder), task["adapt"], task["optimizer"]
-        kernel, kind = torch.tensor(np.load(place / "head.npy")), task["task"]["kind"]
-        more = {n: adapt[n] for n in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
-        more |= {"num_labels": kernel.shape[1], "classifier_dropout": adapt["head_dropout_prob"]}
-        transformers.set_seed(task["seed"])
-        model = _HEADS[kind].from_pretrained(place / "base", **more)
-        head = model.qa_outputs if kind == "span" else model.classifier
-        head.weight.data = kernel.T.contiguous()
-        head.bias.data.zero_()
-        update = adamw(model, of["weight_decay"], lr=1, betas=(of["b1"], of["b2"]), eps=of["eps"])
-        rate = torch.optim.lr_scheduler.LambdaLR(update, lambda step: [*rates, 0.0][step])
-        arguments = transformers.TrainingArguments(
-            *(str(place / "trainer"),),
-            max_steps=len(rates),
-            max_grad_norm=of["clip_norm"],
-            seed=task["seed"],
-            use_cpu=True,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-        )
-        rows = task["rows_per_example"]
-        read = [of_trainer(batch, kind, rows) for batch in batches(place, "training")]
-        trainer = _Trainer(model, arguments, train_dataset=read, optimizers=(update, rate))
-        trainer.losses = []
-        trainer.train()
-        model.eval()
+        kernel = torch.tensor(np.load(place / "head.npy"))
+        self.task, self.dropout = task, torch.nn.Dropout(adapt["head_dropout_prob"])
+        more = {"add_pooling_layer": task["reads"] == "pooled"}
+        more |= {n: adapt[n] for n in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
+        self.bert = transformers.BertModel.from_pretrained(place / "base", **more)
+        self.head = torch.nn.Linear(*kernel.shape)
+        self.head.weight.data = kernel.T.contiguous()
+        self.head.bias.data.zero_()
+        update = adamw(self, of["weight_decay"], betas=(of["b1"], of["b2"]), eps=of["eps"])
+        self.train()
+        losses = []
+        for batch, rate in zip(batches(place, "training"), rates, strict=True):
+            update.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), of["clip_norm"])
+            for group in update.param_groups:
+                group["lr"] = rate
+            update.step()
+            losses.append(loss.item())
+        self.eval()
         with torch.no_grad():
             for number, batch in enumerate(batches(place, "held_out")):
-                found = model(**of_trainer(batch, kind, rows, with_labels=False))
-                logits = found.start_logits if kind == "span" else found.logits
-                if kind == "span":
-                    logits = torch.stack([logits, found.end_logits], -1)
-                logits = logits.reshape(-1, 1) if kind == "choice" else logits
-                np.save(place / f"logits_{number}.npy", logits.numpy())
-        return trainer.losses
+                np.save(place / f"logits_{number}.npy", self(batch).numpy())
+        return losses
 
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """[B, outputs] or [B, S, outputs]"""
+        found = self.bert(**inputs(batch))
+        hidden = found.pooler_output
+        return self.head(self.dropout(found.last_hidden_state if hidden is None else hidden))
 
-class _Trainer(transformers.Trainer):
-    """Takes batches as they are, and keeps the loss of each step."""
-
-    losses: list[float]
-
-    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        return torch.utils.data.DataLoader(self.train_dataset, batch_size=None)
-
-    def compute_loss(self, model, inputs, *args, **settings) -> torch.Tensor:
-        found = model(**inputs)
-        loss = found.loss
-        if "start_positions" in inputs:  # padding is no place of an answer
-            padding, entropy = inputs["attention_mask"] == 0, torch.nn.functional.cross_entropy
-            names = ("start", "end")
-            logits = [found[f"{name}_logits"].masked_fill(padding, -1e9) for name in names]
-            pairs = zip(logits, (inputs[f"{name}_positions"] for name in names), strict=True)
-            loss = sum(entropy(*pair) for pair in pairs) / 2
-        self.losses.append(loss.item())
-        return loss
-
-
-def of_trainer(batch: Batch, kind: str, rows: int, with_labels: bool = True) -> Batch:
-    """A batch of ours under the names of transformers; `rows` are those of an example."""
-    found = inputs(batch)
-    if kind == "choice":
-        found = {name: value.unflatten(0, (-1, rows)) for name, value in found.items()}
-    if not with_labels:
-        return found
-    if kind == "span":
-        return found | {f"{n}_positions": batch[f"{n}s"].long() for n in ("start", "end")}
-    labels = batch["targets"] if kind == "regress" else batch["targets"].long()
-    if kind == "tag":
-        labels = labels.masked_fill(batch["target_weights"] == 0, -100)
-    return found | {"labels": labels[::rows]}
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """As transformers' heads have it; padding is no place of an answer."""
+        logits, kind = self(batch), self.task["task"]["kind"]
+        entropy = torch.nn.functional.cross_entropy
+        if kind == "regress":
+            return torch.nn.functional.mse_loss(logits[:, 0], batch["targets"])
+        if kind == "span":
+            logits = logits.masked_fill(batch["input_mask"][..., None] == 0, -1e9)
+            starts, ends = batch["starts"].long(), batch["ends"].long()
+            return (entropy(logits[..., 0], starts) + entropy(logits[..., 1], ends)) / 2
+        targets = batch["targets"].long()
+        if kind == "tag":
+            targets = targets.masked_fill(batch["target_weights"] == 0, -100)
+            return entropy(logits.flatten(0, 1), targets.flatten())
+        if kind == "choice":
+            rows = self.task["rows_per_example"]
+            return entropy(logits.reshape(-1, rows), targets[::rows])
+        return entropy(logits, targets)
 
 
 def batches(folder: pathlib.Path, what: str):
