@@ -134,10 +134,10 @@ def test_two_processes_resume_through_a_change_of_mixture_bit_exact(tmp_path):
     assert start(tmp_path, "one", "none", *run, tmp_path / "one").wait() == 0
     assert pod(tmp_path, "whole", 2, "none", *run, tmp_path / "whole")[0] == 0
     found = {}
-    for deed, expected in (("1 12 SIGTERM", 75), ("1 17 SIGKILL", 137), ("none", 0)):
-        code, _ = pod(tmp_path, deed, 2, deed, *run, tmp_path / "resumed")
-        assert code == expected
-        found |= rows(tmp_path, deed)
+    starts = (("a", "1 12 SIGTERM", 75), ("b", "1 17 SIGKILL", 137), ("c", "none", 0))
+    for name, deed, code in starts:
+        assert pod(tmp_path, name, 2, deed, *run, tmp_path / "resumed")[0] == code
+        found |= rows(tmp_path, name)
     assert found == rows(tmp_path, "one")
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
