@@ -136,7 +136,7 @@ def export(args: argparse.Namespace) -> int:
     if args.push and args.form == "adapter":
         raise InputError("--push: an adapter reads its base from a local folder; use --as task")
     if args.push:
-        hub.require_repository(args.push)
+        hub.require_push_access(args.push)
     run = open_run_or_base(args.workdir)
     if not args.all_checkpoints:
         _export(run, args, out)

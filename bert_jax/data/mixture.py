@@ -26,11 +26,11 @@ from bert_jax.errors import InputError, printable
 class SourceOrder:
     """The sources of a phase's rows. May be pickled.
 
-    Each weight is 0 or gives a row in every block; `names` is (seed, split, phase).
+    Each weight is 0 or gives at least one row in every block; `key_parts` is (seed, split, phase).
     """
 
-    def __init__(self, weights: Sequence[float] | np.ndarray, names: tuple[object, ...]):
-        self._key = draws.key_of(*names, "mixture")
+    def __init__(self, weights: Sequence[float] | np.ndarray, key_parts: tuple[object, ...]):
+        self._key = draws.key_of(*key_parts, "mixture")
         relative = np.array(weights) / max(weights)  # the sum of large weights may overflow
         exact = relative / relative.sum() * BLOCK_ROWS
         counts = np.floor(exact).astype(np.int64)
@@ -120,14 +120,14 @@ def split_sources(manifest: dict[str, Any], train: Stream) -> list[Stream]:
 def phase_weights(experiment: Experiment, phase: int, parts: Sequence[Stream]) -> np.ndarray:
     """Returns a weight for each source of a mixture in a phase, float64; their sum is arbitrary.
 
-    A source with tokens of share s among the largest source's has its weight times s^temperature
-    (Conneau et al. 2020, section 3.1). `parts` are those of `split_sources`.
+    With s the tokens of a source divided by those of the largest source, its weight is multiplied
+    by s^temperature (Conneau et al. 2020, section 3.1). `parts` are those of `split_sources`.
     """
     corpus, sizes = experiment.corpus_of(phase), np.array([part.tokens for part in parts], float)
     weights = np.array(corpus.mixture or (1.0,) * len(parts))
     weights = weights / weights.max() * (sizes / sizes.max()) ** corpus.temperature
     too_small = (weights > 0) & (weights * BLOCK_ROWS < weights.sum())
-    if corpus.temperature and too_small.any():  # without one, `Corpus` checks the weights
+    if corpus.temperature and too_small.any():  # with temperature 0, `Corpus` has checked this
         name = corpus.sources[int(too_small.argmax())]
         raise InputError(
             f"phases.{phase}: with temperature {corpus.temperature:g}, {name} has {LEAST_SHARE}; "
@@ -147,7 +147,7 @@ def describe_shares(experiment: Experiment, parts: Sequence[Stream]) -> list[str
 
 
 def require_row(name: str, part: Stream, sequence_length: int, units: Units) -> None:
-    """Raises InputError if `part`, a source or all text, is too short for one row."""
+    """Raises InputError if `part`, a source or all text, gives no row."""
     if part.tokens < sequence_length:
         raise InputError(
             f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "

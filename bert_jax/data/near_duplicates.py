@@ -2,10 +2,10 @@
 
 Words are compared without case and punctuation. For tokenizers other than WordPiece, tokens take
 the place of words. Documents are near duplicates if they have the same minima in one of 16 bands of
-8 MinHashes of their runs of five words (Broder 1997; Penedo et al. 2024, FineWeb, section 3.4, have
-14 such bands). Documents whose runs have the Jaccard similarity s are found with probability
-1 - (1 - s^8)^16: .06 for s = .5, .61 for .7, .95 for .8, .9999 for .9. rensa (the [dedup] extra)
-computes the MinHashes.
+8 MinHashes of their n-grams of five words (Broder 1997; Penedo et al. 2024, FineWeb, section 3.4,
+have 14 such bands). Documents whose n-grams have the Jaccard similarity s are found with
+probability 1 - (1 - s^8)^16: .06 for s = .5, .61 for .7, .95 for .8, .9999 for .9. rensa (the
+[dedup] extra) computes the MinHashes.
 
     LOCATION/compared-HASH/bands.bin          uint64 [BANDS, documents]: a hash of each band; 0 for
                                               a document of fewer than five words
@@ -39,15 +39,15 @@ from bert_jax.text import line_reader, words
 from bert_jax.text import sources as text_sources
 from bert_jax.text.tokenizer import Case, Splitter
 
-# Bands of MinHashes and the number in each; words of a run whose hashes are minimised.
-BANDS, _ROWS, _RUN = 16, 8, 5
+# Bands of MinHashes and the number in each; words of an n-gram whose hashes are minimised.
+BANDS, _ROWS, _MINHASH_WORDS = 16, 8, 5
 # Number of words in a row that a document may not share with an evaluation set (Brown et al. 2020,
 # appendix C).
 NGRAM = 13
 # Tokens that are compared at once, so that their hashes stay in the processor's cache. A longer
 # document is compared with others by so many of its first tokens.
 _BLOCK = 1 << 18
-# Tokens of the next block that a run may need: 13 words with their punctuation.
+# Tokens of the next block that an n-gram may need: 13 words with their punctuation.
 _OVERLAP = 64
 # Lines of an evaluation set that are split at once.
 _LINES = 1 << 12
@@ -110,7 +110,7 @@ class CompareDocuments(WorkItem):
                 hashes = table[tokens[start:stop]]
                 ends = np.clip(bounds[first : last + 1] - start, 0, stop - start)
                 hashes, ends = _without_punctuation(hashes, ends)
-                if start == bounds[first]:
+                if start == bounds[first]:  # only the first block of a long document
                     bands[:, first:last] = hash_bands(hashes, ends)
                 if len(ngrams):
                     contaminated[first:last] |= _shares_ngram(hashes, ends, ngrams)
@@ -120,7 +120,7 @@ class CompareDocuments(WorkItem):
         return {"documents": documents}
 
     def _open(self, scratch: pathlib.Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the tokens, where documents begin and end, and a hash for each token."""
+        """Returns the tokens, the bounds of documents, and a hash by token: of each known word."""
         dtypes = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
         files = (local_file(self.read, name, scratch) for name in dtypes)
         tokens, lengths, documents = map(map_file, files, dtypes.values())
@@ -165,8 +165,12 @@ def _without_punctuation(hashes: np.ndarray, ends: np.ndarray) -> tuple[np.ndarr
     return hashes[is_word], np.concatenate([[0], np.cumsum(is_word)])[ends]
 
 
-def _hash_runs(hashes: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a hash of every `length` words in a row of one document, and each document's number.
+def _hash_ngrams(
+    hashes: np.ndarray, ends: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns hashes of the n-grams within documents, and the number of n-grams of each document.
+
+    An n-gram has `length` words.
 
     `hashes` are those of words, uint64; `ends` are the bounds of documents, int64 [documents + 1].
     """
@@ -182,13 +186,13 @@ def _hash_runs(hashes: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.nd
 
 
 def hash_bands(hashes: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Returns the hashes of each document's bands, uint64 [BANDS, documents]; see `_hash_runs`."""
+    """Returns hashes of each document's bands, uint64 [BANDS, documents]; see `_hash_ngrams`."""
     import rensa
 
-    runs, counts = _hash_runs(hashes, ends, _RUN)
-    bands, has_runs = np.zeros((BANDS, len(counts)), np.uint64), counts > 0
+    runs, counts = _hash_ngrams(hashes, ends, _MINHASH_WORDS)
+    bands, has_ngrams = np.zeros((BANDS, len(counts)), np.uint64), counts > 0
     if len(runs):
-        offsets = np.concatenate([[0], np.cumsum(counts[has_runs])])
+        offsets = np.concatenate([[0], np.cumsum(counts[has_ngrams])])
         matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
             runs, offsets, BANDS * _ROWS, 1
         )
@@ -196,13 +200,13 @@ def hash_bands(hashes: np.ndarray, ends: np.ndarray) -> np.ndarray:
         values = np.zeros(minima.shape[:2], np.uint64)
         for row in range(_ROWS):
             values = values * _MULTIPLIER + minima[:, :, row]
-        bands[:, has_runs] = (values | np.uint64(1)).T
+        bands[:, has_ngrams] = (values | np.uint64(1)).T
     return bands
 
 
 def _shares_ngram(hashes: np.ndarray, ends: np.ndarray, ngrams: np.ndarray) -> np.ndarray:
-    """Returns whether documents hold 13 words in a row of the sorted `ngrams`, bool [documents]."""
-    runs, counts = _hash_runs(hashes, ends, NGRAM)
+    """Returns whether documents hold one of the sorted `ngrams` of 13 words, bool [documents]."""
+    runs, counts = _hash_ngrams(hashes, ends, NGRAM)
     index = np.minimum(np.searchsorted(ngrams, runs), len(ngrams) - 1)
     shared = np.concatenate([[0], np.cumsum(ngrams[index] == runs)])
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -213,7 +217,7 @@ def _shares_ngram(hashes: np.ndarray, ends: np.ndarray, ngrams: np.ndarray) -> n
 def _evaluation_ngrams(
     files: tuple[tuple[str, str], ...], case: Case, shared: SharedTokenizer | None
 ) -> np.ndarray:
-    """Returns the hashes of all 13 words in a row of each line, uint64, sorted, without repeats.
+    """Returns the hashes of all n-grams of 13 words within lines, uint64, sorted, without repeats.
 
     Words are those of the corpus: tokens, or, without a tokenizer, those of `Splitter`.
     """
@@ -229,7 +233,7 @@ def _evaluation_ngrams(
     while lines := [split(line) for line in itertools.islice(texts, _LINES)]:
         ends = np.concatenate([[0], np.cumsum([*map(len, lines)])])
         hashes = _hash_words([*itertools.chain.from_iterable(lines)])
-        ngrams.append(_hash_runs(*_without_punctuation(hashes, ends), NGRAM)[0])
+        ngrams.append(_hash_ngrams(*_without_punctuation(hashes, ends), NGRAM)[0])
     return np.unique(np.concatenate(ngrams))
 
 

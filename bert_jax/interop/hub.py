@@ -47,8 +47,8 @@ class HubModel(NamedTuple):
 def find_model(path: str) -> HubModel | None:
     """Returns the model that OWNER/NAME, OWNER/NAME@REVISION or hf://... names.
 
-    Returns None for other paths, and without hf:// also if there is a file or folder of this name,
-    or a folder OWNER: a misspelt local path is not looked up on a server.
+    Returns None for other paths. Without hf:// an existing file or folder of this name wins, and so
+    does an existing folder OWNER, so that a misspelt local path is not sent to a server.
     """
     match = _NAME.fullmatch(path)
     if match is None:
@@ -63,7 +63,7 @@ def find_model(path: str) -> HubModel | None:
 
 
 def locate_base(path: str) -> str:
-    """Returns the path of the base that is made of a model of the hub; returns other paths as is.
+    """Makes a base of a model of the hub if needed; returns its path, and other paths as they are.
 
     The base is made once for each commit of a model.
     """
@@ -94,7 +94,7 @@ def _make_base(model: HubModel) -> str:
 
 
 def locate_files(path: str) -> epath.Path:
-    """Returns the folder of the downloaded files of a model; returns other paths as they are."""
+    """Downloads the files of a model if needed; returns their folder, and other paths as is."""
     model = find_model(path)
     return epath.Path(path) if model is None else download(model)
 
@@ -130,9 +130,10 @@ def _download(model: HubModel, patterns: Sequence[str]) -> epath.Path:
 
 
 def _require_hashes(model: HubModel, folder: epath.Path) -> None:
-    """Compares each file with its hash, after which the library names the file in its cache.
+    """Compares each file with the hash that the server stated; deletes a file that differs.
 
-    It is the SHA-256 of a file of Git LFS, and the hash of Git (SHA-1) for other files.
+    The library's cache names the content of a file by this hash, and the file is a link to it. The
+    hash is the SHA-256 of a file of Git LFS, and the hash of Git (SHA-1) of another file.
     """
     for link in (link for pattern in _FILES for link in folder.glob(pattern)):
         stated = os.path.basename(os.readlink(link)) if os.path.islink(link) else ""
@@ -154,8 +155,8 @@ def _require_hashes(model: HubModel, folder: epath.Path) -> None:
 # --- upload ---------------------------------------------------------------------------------------
 
 
-def require_repository(name: str) -> None:
-    """Raises InputError unless a name is OWNER/NAME and there is a token to write with."""
+def require_push_access(name: str) -> None:
+    """Raises InputError unless a name is OWNER/NAME and the user is logged in."""
     match = _NAME.fullmatch(name)
     if match is None or match[1] or match[3]:
         raise InputError(f"--push {name}: write it as OWNER/NAME")
@@ -168,7 +169,8 @@ def require_repository(name: str) -> None:
 def push(folder: epath.Path, name: str, revision: str = "main") -> str:
     """Uploads a folder as one commit of a branch, and returns its address.
 
-    A missing repository is made private. Files of the branch that the folder lacks stay.
+    A missing repository is created as a private one. Files that are on the branch already, and not
+    in the folder, are kept.
     """
     with _translate_errors(HubModel(name, revision)):
         from huggingface_hub import HfApi

@@ -43,7 +43,7 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str | None:
-    """Returns why cuDNN does not compute the attention of any layer on a device; None: it does."""
+    """Returns why no layer can use cuDNN's attention on this device; None if layers can."""
     if device.platform != "gpu" or foreign.cudnn_version() is None:
         return "the device is not an NVIDIA GPU"
     if parallelism.attention == "xla":
@@ -53,7 +53,7 @@ def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str |
     if model.compute_dtype != "bfloat16":
         return f"model.compute_dtype={model.compute_dtype}, and cuDNN needs bfloat16"
     if parallelism.tensor > 1:
-        return f"parallelism.tensor={parallelism.tensor} divides the heads of a row"
+        return f"parallelism.tensor={parallelism.tensor} splits heads over devices"
     capability = tuple(map(int, device.compute_capability.split(".")))
     if capability < _AMPERE:
         return f"compute capability {device.compute_capability}, and cuDNN needs 8.0"
@@ -65,7 +65,7 @@ def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str |
 
 
 def training_refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str | None:
-    """Returns what `refusal` returns, for training steps, which may drop probabilities."""
+    """Returns why training steps cannot use it, since they may drop probabilities; else None."""
     reason, rate = refusal(model, device, parallelism), model.attention_probs_dropout_prob
     if reason is None and rate:
         return f"model.attention_probs_dropout_prob={rate:g}; set it to 0 for attention by cuDNN"
@@ -73,7 +73,7 @@ def training_refusal(model: Model, device: jax.Device, parallelism: Parallelism)
 
 
 def fits(model: Model, length: int, has_noise: bool) -> bool:
-    """Returns whether cuDNN can compute attention in rows of this length, with or without noise."""
+    """Returns whether cuDNN can compute rows of this length, with dropout if `has_noise`."""
     # cuDNN has no gradient with a bias if the length is odd.
     return length % 2 == 0 and not (has_noise and model.attention_probs_dropout_prob > 0)
 
@@ -97,7 +97,7 @@ def attend(
     """Computes scaled dot-product attention.
 
     Args:
-      cfg: the model, whose direction and window count.
+      cfg: the model; its direction and its window are used.
       query: bfloat16 [B, S, H, W / H].
       key: as query.
       value: as query.
