@@ -48,8 +48,8 @@ class Vectors(Section, role="identity", label="vectors"):
     dimensions: Annotated[_Dimensions, RequiresValue("loss", ("contrastive", "cosine"))] = ()
     # For cosine: the lowest and the highest score, which correspond to cosines of 0 and 1.
     score_range: Annotated[tuple[float, ...], _COSINE_ONLY] = (0.0, 1.0)
-    # For distil: the base or run whose vectors are learned, or a .npz file with one vector for each
-    # training example, as `embed` writes it.
+    # For distil: the base or run whose vectors the model learns to reproduce, or a .npz file with
+    # one vector for each training example, as `embed` writes it.
     teacher: Annotated[str, _DISTIL_ONLY] = ""
     # For distil: a linear layer from the vectors to the teacher's width, which is discarded after
     # training; needed if the widths differ.
@@ -73,9 +73,9 @@ RetrieverLoss = Literal["contrastive", "margin_mse", "kl_divergence"]
 
 @dataclass(frozen=True, kw_only=True)
 class SparseVectors(Section, role="identity", label="sparse"):
-    """The vectors that a `sparse` task learns, with a weight for each token (SPLADE).
+    """The vectors that a `sparse` task learns, with a weight for each token of the vocabulary.
 
-    Sources are Formal et al. 2021 (SPLADE v2) and Paria et al. 2020 for the penalty, which is
+    Sources are Formal et al. 2021 (SPLADE v2), and Paria et al. 2020 for the penalty, which is
     called FLOPS. The defaults are those of sentence-transformers.
     """
 
@@ -87,7 +87,7 @@ class SparseVectors(Section, role="identity", label="sparse"):
     temperature: Annotated[Positive, _SCALED] = 1.0
     # Weight of the penalty on the vectors of queries. A larger one gives vectors with fewer tokens.
     query_penalty: Annotated[float, minimum(0)] = 5e-5
-    # Weight of the penalty on the vectors of texts.
+    # Weight of the penalty on the vectors of documents.
     document_penalty: Annotated[float, minimum(0)] = 3e-5
     # Share of all steps in which these weights rise from 0, with the square of the steps.
     penalty_warmup: Share = 1 / 3
@@ -107,8 +107,8 @@ class MultiVectors(Section, role="identity", label="multi_vector"):
     temperature: Annotated[Positive, _SCALED] = 1.0
     # Numbers in the vector of a token.
     width: PositiveCount = 128
-    # Number of tokens of each query: longer ones are truncated, shorter ones end in [MASK]; 0: as
-    # long as they are, without [MASK].
+    # Number of tokens of each query: longer ones are truncated, shorter ones are padded with [MASK];
+    # 0: queries keep their length.
     query_length: Count = 32
-    # Tokens of texts that have no vector.
+    # Tokens of documents for which no vector is kept.
     skipped_tokens: Literal["punctuation", "none"] = "punctuation"

@@ -54,15 +54,15 @@ def ragged_indices(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 class TokenSelection:
     """The tokens of queries and texts that have a vector in the form `multi_vector`."""
 
-    def __init__(self, tokenizer: Tokenizer, vectors: TextVectors):
-        self._tokenizer, self._query_length = tokenizer, vectors.query_length
-        skipped = set(string.punctuation) if vectors.skipped_tokens == "punctuation" else set()
+    def __init__(self, tokenizer: Tokenizer, settings: TextVectors):
+        self._tokenizer, self._query_length = tokenizer, settings.query_length
+        skipped = set(string.punctuation) if settings.skipped_tokens == "punctuation" else set()
         ids = [i for i in range(tokenizer.size) if skipped and tokenizer.token(i) in skipped]
         self._skipped = np.array(ids, np.int32)
         self.skipped_tokens = [tokenizer.token(i) for i in ids]
 
     def fit_query(self, ids: np.ndarray) -> np.ndarray:
-        """Truncates the ids of a query, with [CLS] and [SEP], or appends [MASK] to them."""
+        """Truncates a query's ids, [CLS] and [SEP] included, or pads them with [MASK]."""
         length = self._query_length
         if not length:
             return ids
@@ -90,10 +90,10 @@ class VectorForm(Protocol):
         """Returns the vectors of records, the inverse of `split_records`."""
 
     def stack(self, texts: Sequence[Any]) -> Any:
-        """Returns the vectors of texts that are given one by one."""
+        """Combines the vectors of single texts."""
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Returns the vectors of all parts."""
+        """Combines the vectors of parts, each of several texts."""
 
     def score(self, queries: Any, texts: Any) -> np.ndarray:
         """Returns the score of each text for each query, float32 [queries, texts]."""

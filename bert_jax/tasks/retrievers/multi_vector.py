@@ -66,7 +66,8 @@ class MultiVectorObjective(RetrieverObjective):
 
     def score_pairs(self, queries: Any, texts: Any) -> jax.Array:
         length = cast(MultiVectors, self.how).query_length or queries[0].shape[1]
-        shortened = jax.tree.map(lambda x: x[:, :length], queries)  # without padding
+        # Rows are padded to the longest text, but queries have at most `length` tokens.
+        shortened = jax.tree.map(lambda x: x[:, :length], queries)
         return similarity.max_similarities(shortened, texts)
 
 

@@ -290,7 +290,7 @@ class Retriever(Rank):
         return scores
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
-        """Returns retrieval scores, or the means over queries of the scores of their texts."""
+        """Returns scores of retrieval, or scores of ranking as means over the queries."""
         if isinstance(examples[0], Passage):
             vectors = self.text_vectors(outputs, rows)
             return retrieval.scores(vectors, cast(Sequence[Passage], examples), self.form)

@@ -64,7 +64,7 @@ class SparseObjective(RetrieverObjective):
         model = fill_params(params, EncoderWithMaskedLM, self.model)
         hidden, mask = encode_texts(model.encoder, self.model, batch, noise, loop)
         logits = heads.token_logits(model, self.model, hidden)
-        # Without padding rows of the vocabulary.
+        # Without the logits that pad the vocabulary.
         return similarity.pool_logits(logits, mask)[:, : self.model.vocab_size]
 
     def compress_output(self, values: np.ndarray) -> csr_array:
