@@ -107,8 +107,8 @@ class MultiVectors(Section, role="identity", label="multi_vector"):
     temperature: Annotated[Positive, _SCALED] = 1.0
     # Numbers in the vector of a token.
     width: PositiveCount = 128
-    # Number of tokens of each query: longer ones are truncated, shorter ones are padded with [MASK];
-    # 0: queries keep their length.
+    # Number of tokens of each query: longer ones are truncated, shorter ones are padded with
+    # [MASK]; 0: queries keep their length.
     query_length: Count = 32
     # Tokens of documents for which no vector is kept.
     skipped_tokens: Literal["punctuation", "none"] = "punctuation"
