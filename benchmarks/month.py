@@ -135,7 +135,7 @@ class Month:
         comes = {one: self._comes(one, begun) for one in range(BOOKED)}
         while True:
             # A moment later than that, for rounding.
-            due = min(here.values(), default=float("inf")) + self.terms.wait + 1e-3
+            due = min(here.values(), default=float("inf")) + self.terms.wait_seconds + 1e-3
             later = [moment for one, moment in comes.items() if one not in here]
             now = min(max(now, due), self.failure, *later)
             if now == self.failure:

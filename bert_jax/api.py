@@ -25,7 +25,7 @@ from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError, require_choice
 from bert_jax.interop import exporting, hub, huggingface, importing
 from bert_jax.pretraining.evaluators import score_held_out
-from bert_jax.pretraining.loaded_model import LoadedModel, Texts, list_inputs, list_texts
+from bert_jax.pretraining.loaded_model import Floats, LoadedModel, Texts, list_inputs, list_texts
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.process import logger
@@ -222,8 +222,8 @@ def embed(
     pooling: Literal["mean", "cls", "last"] | None = None,
     layers: Sequence[int] = (-1,),
     normalize: bool | None = None,
-) -> Any:
-    """Returns the vector of each text, dense ones float32 [texts, W]; see `LoadedModel.embed`."""
+) -> Floats:
+    """Returns the vector of each text, float32 [texts, W]; see `LoadedModel.embed`."""
     return _load(model).embed(texts, pooling, layers, normalize, role)
 
 

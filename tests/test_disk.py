@@ -238,7 +238,7 @@ def test_a_profile_that_does_not_fit_is_said_and_leaves_nothing(full, disk, tmp_
     [
         (999, "stop", "fails"),
         (1000, "stop", "ends with exit code 74"),
-        (999, "go_on", "trains on"),
+        (999, "go_on", "continues without checkpoints"),
         (3000, "stop", ""),  # three checkpoints: two to keep, and the next during its save
     ],
 )

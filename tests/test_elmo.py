@@ -168,7 +168,7 @@ def test_tables_have_rows_of_it():
     for name in ("objectives", "objectives_mini"):
         table = config.load_table(str(FILE.parents[1] / "tables" / f"{name}.py"))
         (row,) = [row for row in table.rows if row.name == "elmo"]
-        assert code.codes(row.experiment) == code.codes(config.load(str(FILE)))
+        assert code.code_references(row.experiment) == code.code_references(config.load(str(FILE)))
 
 
 @pytest.mark.long

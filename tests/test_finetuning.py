@@ -100,6 +100,8 @@ BY_FLAGS = {
     "generate": ({"label_column": "b"}, ["task.max_target_length=20"]),
     "similar": ({}, ["vectors.loss=distil", "vectors.teacher=base"]),
     "rank": ({"second_column": "docs"}, ["task.ranking_loss=mse"]),
+    "sparse": ({"second_column": "docs"}, ["sparse.loss=margin_mse"]),
+    "multi_vector": ({"second_column": "docs"}, ["multi_vector.query_length=8"]),
 }
 
 

@@ -170,12 +170,12 @@ def test_code_is_one_file_that_names_a_function_at_its_top(tmp_path, monkeypatch
     file = write(tmp_path, "electra", future)
     reference = config.load(str(file)).data.code
     monkeypatch.setattr(code_lib, "_loaded", {})
-    assert code_lib.function(reference).__name__ == "electra"
+    assert code_lib.load_function(reference).__name__ == "electra"
     # A file that was named runs only if it is the one.
     file.write_text(file.read_text() + "raise SystemExit\n")
     monkeypatch.setattr(code_lib, "_loaded", {})
     with pytest.raises(InputError, match=rf"{reference[-64:]}.*has {sha256(file)}"):
-        code_lib.function(reference)
+        code_lib.load_function(reference)
 
 
 def test_electra_takes_no_rows_of_several_documents_and_no_probes(tmp_path):
@@ -227,8 +227,8 @@ def test_a_launch_ships_the_code_next_to_the_config(tmp_path):
 
 def names_of(name: str, folder: pathlib.Path) -> dict:
     small_run.write_text(folder)
-    given = dict(code_lib.codes(config.load(str(write(folder, name)))))
-    return code_lib.function(given["data.code"] or given["model.code"]).__globals__
+    given = dict(code_lib.code_references(config.load(str(write(folder, name)))))
+    return code_lib.load_function(given["data.code"] or given["model.code"]).__globals__
 
 
 def test_electra_draws_pieces_as_often_as_the_generator_says(tmp_path):

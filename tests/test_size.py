@@ -39,9 +39,9 @@ AIMS = {
 ABOVE = {
     ".": 1_156,
     "checkpoints": 1_224,
-    "cli": 2_415,
-    "config": 2_809,
-    "data": 4_079,
+    "cli": 2_407,
+    "config": 2_801,
+    "data": 4_078,
     "distributed": 1_203,
     "embeddings": 1_985,
     "interop": 3_082,
@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_407,
     "benchmarks": 3_296,
     "experiments": 1_798,
-    "tests": 39_939,
+    "tests": 39_942,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -20,9 +20,7 @@ from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.locks import lock
-from bert_jax.storage.workdir import (
-    Workdir,
-)
+from bert_jax.storage.workdir import Workdir
 
 if typing.TYPE_CHECKING:
     from bert_jax.checkpoints.fork import ForkPoint
@@ -305,13 +303,7 @@ def compare(args: argparse.Namespace) -> int:
         metavar="SUITE",
         help="a .py file whose suite() lists tasks, or a shipped one: glue, squad or paper",
     ),
-    Argument(
-        "--from",
-        metavar="BASE",
-        help="the base, run or model of the hub (OWNER/NAME) to fine-tune",
-        dest="base",
-        required=True,
-    ),
+    Argument("--from", metavar="B", help="base, run or hub model", dest="base", required=True),
     Argument(
         "--data", metavar="FOLDER", help="folder of the unpacked files of the tasks", required=True
     ),

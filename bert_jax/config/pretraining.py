@@ -386,15 +386,11 @@ class Experiment(Section, role="identity", label="experiment"):
         has_dropout = model.hidden_dropout_prob or model.attention_probs_dropout_prob
         if run.replay_every and model.dropout_rng != "threefry8" and (has_dropout or data.code):
             why = f"model.dropout_rng={model.dropout_rng} drops different elements on each device"
-            yield (
-                "run.replay_every",
-                f"{why}; set model.dropout_rng=threefry8, or run.replay_every=0",
-            )
+            why += "; set model.dropout_rng=threefry8, or run.replay_every=0"
+            yield "run.replay_every", why
         if not data.is_masked and run.watch:
-            yield (
-                "run.watch",
-                f"cannot be used with {setting}, which predicts no [MASK]; use --set run.watch=",
-            )
+            why = f"cannot be used with {setting}, which predicts no [MASK]; use --set run.watch="
+            yield "run.watch", why
         if self.data.code and run.probes:
             why = "cannot be used with data.code; score the run with `bert-jax evaluate --task`"
             yield "run.probes", why
@@ -404,10 +400,8 @@ class Experiment(Section, role="identity", label="experiment"):
         if objective in ("", data.objective):
             return
         if number == len(self.phases) - 1:
-            yield (
-                "objective",
-                f"the last phase always has data.objective={data.objective}; remove this field",
-            )
+            why = f"the last phase always has data.objective={data.objective}; remove this field"
+            yield "objective", why
         if data.code:
             yield "objective", "data.code is the objective of all phases; remove this field"
         if data.attention != "whole_row" and not OBJECTIVES[objective].allows_document_attention:
@@ -419,10 +413,8 @@ class Experiment(Section, role="identity", label="experiment"):
             name = "mixture" if phase.mixture else "temperature"
             if (phase.mixture or phase.temperature) and not corpus.is_mixed:
                 why = "prepare divides the text by source only for a mixture of the corpus"
-                yield (
-                    f"phases.{number}.{name}",
-                    f"{why}; set corpus.mixture or corpus.temperature, too",
-                )
+                why += "; set corpus.mixture or corpus.temperature, too"
+                yield f"phases.{number}.{name}", why
             temperature = phase.temperature or corpus.temperature
             weights = phase.mixture or corpus.mixture
             if problem := corpus.mixture_problem(weights, temperature):

@@ -191,7 +191,6 @@ class Read(_PartItem):
 
     def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         corpus, file_starts = self.corpus, [e for e in self.part.extents if e.start == 0]
-        # Raises if the text is UTF-8 although the setting names another encoding.
         line_reader.require_not_utf8(
             (e.path for e in file_starts if e.kind in _ENCODED), corpus.encoding
         )

@@ -282,11 +282,11 @@ class LoadedModel(Base):
         layers: Sequence[int] = (-1,),
         normalize: bool | None = None,
         role: TextRole = "document",
-    ) -> Any:
-        """Returns the vector of each text; see `embeddings.embed.Features`.
+    ) -> Floats:
+        """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
 
-        Dense vectors are float32 [texts, W]. A model of sparse vectors returns a `csr_array`
-        [texts, V], one of vectors of tokens `TokenVectors`, see `embeddings.forms`.
+        A model of sparse vectors returns a `csr_array` [texts, V] instead, and one of vectors of
+        tokens `TokenVectors`, see `embeddings.forms`. (The type is that of all other models.)
 
         Texts are truncated to the maximum length of the run or the base.
 

@@ -17,7 +17,7 @@ from compare import assert_close
 
 from bert_jax import foreign
 from bert_jax.config import Model, Optimizer, Parallelism
-from bert_jax.embeddings import embed
+from bert_jax.embeddings import embedding_program
 from bert_jax.model import attention, cudnn_attention, layers
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
@@ -303,9 +303,10 @@ def test_an_evaluation_drops_nothing(on_cuda, cfg):
 
 
 def test_packed_texts_are_embedded_in_their_slots(on_cuda):
-    features = embed.Features(normalize=True)
+    features = embedding_program.Features(normalize=True)
     mesh, params = mesh_lib.one_device(), Pretraining(BERT).init_params(jax.random.key(0))
-    run = embed._compile(BERT, BERT.num_hidden_layers, features, (BERT.num_hidden_layers,), mesh)
+    depth = BERT.num_hidden_layers
+    run = embedding_program.build(BERT, depth, features, (depth,), "dense", mesh)
     row, tokens = np.zeros((1, 96), np.int32), np.zeros((1, BATCH, LENGTH), np.int32)
     batch = {"input_ids": row, "positions": row, "places": row, "tokens": tokens}
     forward, _ = expected(*WHOLE, "", "PADDING", lengths=True)

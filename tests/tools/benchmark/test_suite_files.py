@@ -20,7 +20,7 @@ def data(tmp_path):
 
 
 def located(task, folder):
-    return suite_files.locate(task.experiment, str(folder)).task
+    return config.locate_files(task.experiment, str(folder)).task
 
 
 @pytest.mark.parametrize("name", [task.name for task in GLUE.tasks])
