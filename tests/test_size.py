@@ -43,7 +43,7 @@ ABOVE = {
     "config": 2_801,
     "data": 4_078,
     "distributed": 1_203,
-    "embeddings": 1_985,
+    "embeddings": 1_987,
     "interop": 3_082,
     "model": 3_532,
     "pretraining": 1_235,
@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_407,
     "benchmarks": 3_296,
     "experiments": 1_798,
-    "tests": 39_942,
+    "tests": 39_945,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

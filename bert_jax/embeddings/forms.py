@@ -13,13 +13,15 @@ or the vectors of tokens.
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from scipy import sparse
 
-from bert_jax.checkpoints.base import TextVectors
 from bert_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it imports jax, and scores are computed without jax
+    from bert_jax.checkpoints.base import TextVectors
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def ragged_indices(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 class TokenSelection:
     """The tokens of queries and texts that have a vector in the form `multi_vector`."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: TextVectors):
+    def __init__(self, tokenizer: Tokenizer, settings: "TextVectors"):
         self._tokenizer, self._query_length = tokenizer, settings.query_length
         skipped = set(string.punctuation) if settings.skipped_tokens == "punctuation" else set()
         ids = [i for i in range(tokenizer.size) if skipped and tokenizer.token(i) in skipped]

@@ -153,6 +153,7 @@ def test_offline_what_is_in_the_cache_is_used(hub, monkeypatch):
     assert ended.stderr.count("\n") == 1 and not hub.requests
 
 
+@pytest.mark.long
 def test_commands_take_a_name_for_a_base_and_make_it_once(hub):
     model = hub_lib.locate_base(NAME)
     assert base_lib.is_base(epath.Path(model)) and hub_lib.locate_base("a/b/c") == "a/b/c"
@@ -192,6 +193,7 @@ def test_an_export_is_pushed_with_its_card(hub, monkeypatch):
     assert not pathlib.Path("second").exists()
 
 
+@pytest.mark.long
 def test_all_checkpoints_become_branches(hub, monkeypatch, tmp_path):
     tuned.write_base(tmp_path / "base")
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)

@@ -74,6 +74,7 @@ def test_calls_run_side_by_side_and_raise_their_errors(workers, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_a_process_that_dies_beside_another_is_tried_again_alone(workers, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         path = str(tmp_path / "b")
