@@ -36,7 +36,7 @@ def test_runs_are_those_within_documents():
     rng = random.Random(0)
     documents = [[rng.randrange(3) for _ in range(n)] for n in (9, 0, 3, 5, 4, 40, 1, 6)]
     for length in (1, 2, 5, 13):
-        hashes, counts = near_duplicates._hash_runs(*numbered(documents), length)
+        hashes, counts = near_duplicates._hash_ngrams(*numbered(documents), length)
         expected = [tuple(d[i : i + length]) for d in documents for i in range(len(d) - length + 1)]
         assert counts.tolist() == [max(len(d) - length + 1, 0) for d in documents]
         assert len(hashes) == len(expected)

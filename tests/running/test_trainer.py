@@ -256,9 +256,9 @@ def test_waiting_for_a_plan_is_no_hang():
     trainer.state = types.SimpleNamespace(done=17)
     trainer.context = types.SimpleNamespace(watchdog=seen, stop=seen)
     phase = PhaseBatches(1, 10, 20, 8, None, None, seen.ready)
-    assert trainer._await_rows(phase)
+    assert trainer._await_plan(phase)
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
-    assert trainer._await_rows(phase)
+    assert trainer._await_plan(phase)
     assert seen.calls[6:] == ["ready 7"]
 
 
