@@ -375,5 +375,5 @@ def test_an_older_checkpoint_may_be_asked_for(run):
     saved = Checkpoints(epath.Path(run / "checkpoints"))
     assert [saved.find_step(which) for which in ("20", "16", "best")] == [20, 16, 22]
     for which in ("17", "x"):
-        with pytest.raises(InputError, match="there are 22, 20, 16"):
+        with pytest.raises(InputError, match="it has those of steps 22, 20, 16"):
             saved.find_step(which)
