@@ -102,7 +102,7 @@ def experiment():
         name="small",
         task=Task(kind="{kind}", train=("jsonl:train",), validation=("jsonl:train",),
                   text_column="query", second_column="docs", label_column="labels",
-                  max_sequence_length=20, query_prefix="wa "),
+                  max_sequence_length=32, query_prefix="wa "),
         {kind}={how}(loss="{loss}"),
         epochs=6, batch_size=4,
         optimizer=Optimizer(name="adamw", peak_learning_rate=2e-2, warmup_steps=0),
