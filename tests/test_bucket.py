@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -234,6 +235,15 @@ def test_a_bucket_that_may_not_be_used_is_named_in_one_line(objects, copy_of_run
         buckets._granted.clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     fails(READERS[0], "bert-jax[gcs]")
+
+
+def test_a_command_reports_a_bucket_that_does_not_answer(objects, copy_of_run, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(retry, "GIVE_UP", 5.0)
+    objects.fault = lambda *_: Fault(503)
+    code, err = call(f"checkpoints {FOLDER}")
+    assert code == 74
+    assert re.match(r"gs://bucket/run.*: out of reach \(.*\); trying again\n", err)
 
 
 def test_places_that_are_none_are_fails(objects, copy_of_run):

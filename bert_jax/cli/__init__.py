@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import errno
+import functools
 import io
 import os
 import sys
@@ -25,6 +26,7 @@ from bert_jax.config.code import allow_code_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.interop import hub
 from bert_jax.process import prepare_process
+from bert_jax.storage import retry
 from bert_jax.system import restart_in_utf8_mode
 
 _LAUNCH = CommandTable()
@@ -156,6 +158,7 @@ def _run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for what its encoding lacks
     prepare_process()
+    retry.waits.reset(report=functools.partial(print, file=sys.stderr))
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):

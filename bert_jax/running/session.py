@@ -66,8 +66,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             )
         if not peers.is_primary:
             progress.silence()
-        # Storage that does not answer is reported during this run only.
-        stack.callback(retry.waits.reset)
+        # Storage that does not answer is reported among the lines of the run.
+        stack.callback(retry.waits.reset, retry.waits.report)
         retry.waits.reset(report=progress.report if peers.is_primary else peers.report)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
         job.read(mesh)
