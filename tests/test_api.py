@@ -48,6 +48,7 @@ def test_the_package_offers_them_and_loads_jax_only_then():
         _ = bert_jax.train_bert
 
 
+@pytest.mark.long
 def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(model, tmp_path):
     folder = tmp_path / "theirs"
     huggingface.export_weights(
@@ -221,6 +222,7 @@ def test_an_export_is_imported_again(model, tmp_path):
     assert not (tmp_path / "more").exists()
 
 
+@pytest.mark.long
 def test_a_fine_tuned_model_predicts_embeds_and_scores(model, tmp_path, capfd):
     rows = [
         (f"w{a} w{b}" if n % 2 else f"x{a} x{b}", "wx"[n % 2 == 0])

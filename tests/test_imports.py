@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -89,6 +91,7 @@ def test_no_import_cycles():
         visit(module, [])
 
 
+@pytest.mark.long
 def test_no_tensorflow_or_torch_at_run_time():
     code = (
         "import sys, bert_jax.cli, bert_jax.interop.importing,"

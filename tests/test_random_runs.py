@@ -106,6 +106,7 @@ def checkpoints(run):
     return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", ["_CHECKPOINT_METADATA", "state/**/*"])
 @few(0.1)
 @given(data=st.data())

@@ -242,6 +242,7 @@ def run(scenario: str, folder: pathlib.Path, cwd: pathlib.Path) -> dict[str, Any
     return json.loads(report.read_text())
 
 
+@pytest.mark.long
 def test_what_python_imports_and_calls_changes_nothing(copy_of_run, tmp_path):
     assert run("call_everything", tmp_path, copy_of_run) == {}
 

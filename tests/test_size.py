@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_156,
     "checkpoints": 1_224,
-    "cli": 2_407,
+    "cli": 2_410,
     "config": 2_801,
     "data": 4_078,
     "distributed": 1_203,
@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_407,
     "benchmarks": 3_296,
     "experiments": 1_798,
-    "tests": 39_945,
+    "tests": 40_000,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

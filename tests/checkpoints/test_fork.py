@@ -114,6 +114,7 @@ def rows_of(experiment, first, last):
     return found
 
 
+@pytest.mark.long
 def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy_of_run):
     assert call(fork(".", "w", step=16, run="run")) == (0, "")
     one, other = copy_of_run / "w", copy_of_run / "run"
@@ -275,6 +276,7 @@ def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
     assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 
 
+@pytest.mark.long
 def test_a_run_with_another_schedule_decays_in_a_fork(copy_of_run):
     """By the flags that the refusal of `decay` names."""
     flags = "run/checkpoints/16 --workdir w --set optimizer.decay_steps=3"

@@ -165,6 +165,7 @@ def test_a_corpus_of_an_earlier_version_is_used_as_it_is(cleaned, tmp_path):
         corpus.prepare(changed, 300, epath.Path(tmp_path / "old"), quiet)
 
 
+@pytest.mark.long
 def test_the_number_of_workers_changes_nothing(cleaned, monkeypatch, tmp_path):
     root, settings = cleaned
     monkeypatch.setattr("bert_jax.data.parts.PART_BYTES", 1 << 14)

@@ -114,6 +114,7 @@ corpus.prepare(claim, 60, epath.Path(sys.argv[2]), lambda line: None, workers=2)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["script", "-c", "stdin"])
 def test_a_script_without_a_guard_is_run_once(how, tmp_path):
     text = "".join(f"Aa bb {n:b} cc.\nDd {n:b} ee.\n\n" for n in range(200))

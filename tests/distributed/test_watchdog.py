@@ -17,7 +17,7 @@ from bert_jax.storage import retry
     [
         ("time.sleep(60)", 74),
         # As C code that waits and never gives the interpreter's lock back.
-        ("ctypes.PyDLL(None).sleep(60)", -signal.SIGALRM),
+        pytest.param(*("ctypes.PyDLL(None).sleep(60)", -signal.SIGALRM), marks=pytest.mark.long),
     ],
 )
 def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):

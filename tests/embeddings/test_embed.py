@@ -127,6 +127,7 @@ def test_vectors_are_the_same_on_any_devices_in_any_batch(
     close(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", [pytest.param("mean", marks=pytest.mark.long), "tokens"])
 def test_order_is_kept_over_windows_and_their_parts(pooling, trained, texts, monkeypatch):
     expected, pieces, _ = embedded(trained, texts, pooling=pooling)

@@ -138,6 +138,7 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub, monkeypatch):
     fails(f"import {NAME} --workdir x", NAME, "[hub]")
 
 
+@pytest.mark.long
 def test_offline_what_is_in_the_cache_is_used(hub, monkeypatch):
     said(f"import {NAME} --workdir base")
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

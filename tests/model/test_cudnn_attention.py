@@ -185,6 +185,7 @@ def random_batch(cfg, packed=False):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_the_gradient_of_the_loss_is_that_with_xla_s_attention(computed_by_stand_in, remat):
     """In float32, through a loop over global and local layers, with texts that share rows."""

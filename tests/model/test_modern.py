@@ -27,6 +27,7 @@ CFG = Model(
     attention_probs_dropout_prob=0.0,
 )
 KEPT = Loop()
+OTHER_LOOPS = Loop("full"), Loop("dots", "unroll")
 # Of a BERT that reads the same batch.
 LONG = {"vocab_size": CFG.vocab_size, "max_position_embeddings": CFG.max_position_embeddings}
 
@@ -85,7 +86,7 @@ def test_every_layer_is_as_pytorchs(params, batch):
 
 @pytest.mark.parametrize(
     "loop",
-    [KEPT, pytest.param(Loop("full"), marks=pytest.mark.long), Loop("dots", "unroll")],
+    [KEPT, *(pytest.param(loop, marks=pytest.mark.long) for loop in OTHER_LOOPS)],
     ids=lambda loop: loop.remat,
 )
 def test_logits_loss_and_gradients_are_as_pytorchs(params, batch, loop):

@@ -80,6 +80,7 @@ def learned(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_phase_learns_what_it_would_learn_in_a_run_of_its_own(learned):
     """The first steps are those of a run that learns this throughout."""
     alone = (*OBJECTIVES["causal"], "data.attention=whole_row", "run.log_every=4")
@@ -121,7 +122,7 @@ def test_a_checkpoint_is_read_as_its_phase_learned(learned):
     fails(predict, "cannot fill a [MASK]")
 
 
-@pytest.mark.parametrize("step", [12, 22])
+@pytest.mark.parametrize("step", [12, pytest.param(22, marks=pytest.mark.long)])
 def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step):
     given = [x for x in lines(learned / "both") if (x["step"], x["kind"]) == (step, "evaluation")]
     *_, line = said(f"evaluate --workdir {learned}/both --checkpoint {step}").splitlines()
@@ -144,6 +145,7 @@ def test_phases_are_the_same_on_any_devices(learned, devices, state):
                 assert ours[name] == pytest.approx(value, rel=2e-5), (ours["step"], name)
 
 
+@pytest.mark.long
 def test_a_run_that_breaks_off_about_a_change_of_mixture_goes_on_bit_exact(tmp_path):
     """Before the change, after it before a save, and in the second phase; shares are printed."""
     file, breaks = write_text(tmp_path), {13, 15, 18}

@@ -128,6 +128,7 @@ def test_it_is_the_same_run_whenever_it_logs_and_saves(
     assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
 
 
+@pytest.mark.long
 def test_bad_steps_that_come_back_are_left_out_with_earlier_ones(file, tmp_path, monkeypatch):
     """Those that it was at step 0 for are not forgotten when it goes back once more."""
     poison(monkeypatch, {5, 6, 7, 8, 9, 10, 14, 15, 16})
@@ -187,6 +188,7 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     assert_same_run(tmp_path / "w", gone_back[0])
 
 
+@pytest.mark.long
 def test_a_stop_in_a_roll_back_finds_all_saved(file, tmp_path, monkeypatch):
     """Where it goes back to is a checkpoint, and what was not saved is to be done again."""
     poison(monkeypatch, {5, 6, 7})

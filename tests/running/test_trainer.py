@@ -104,6 +104,7 @@ def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_ru
     assert prepared.stamps == known
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [pytest.param("manifest", marks=pytest.mark.long), "stream"])
 def test_a_corpus_that_changes_under_a_running_run_is_named(change, file, copy_of_run, undisturbed):
     """At the next save, which is not made; what was only written again is no change."""

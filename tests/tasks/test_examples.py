@@ -112,6 +112,7 @@ texts = st.text(
 tables = st.lists(st.tuples(texts, texts), min_size=1, max_size=5)
 
 
+@pytest.mark.long
 @given(rows=tables, order=st.permutations(["sentence", "label", "more"]))
 @few()
 def test_any_texts_come_back_from_tsv_csv_and_json(tmp_path_factory, rows, order):

@@ -227,6 +227,7 @@ def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_r
         np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_head_over_the_mean_of_all_pieces_goes_out_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base", model=dataclasses.replace(tuned.MODEL, kind="modern", global_every=1))
@@ -359,6 +360,7 @@ def test_a_task_is_not_served_as_vectors(flag, run, monkeypatch):
     broken.fails(f"serve --workdir run --port 0 {flag}", flag.split()[0])
 
 
+@pytest.mark.long
 def test_files_may_have_other_columns_than_those_of_training(run):
     """As CoLA's test file has."""
     answers = tuned.predict("wa wb", "xb xa")

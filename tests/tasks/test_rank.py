@@ -183,6 +183,7 @@ def run(tmp_path, monkeypatch):
     return tuned.finetune()
 
 
+@pytest.mark.long
 def test_a_run_ranks_better_than_before_and_sorts_texts(run):
     first, *_, last = [line for line in tuned.lines("run/metrics.jsonl") if "ndcg@10" in line]
     assert last["ndcg@10"] > 0.9 and last["loss"] < first["loss"]
@@ -252,6 +253,7 @@ def test_a_run_is_scored_on_a_beir_folder_beside_bm25(run):
     assert "; BM25: ndcg@10 1.0000" in tuned.finetune("--workdir", "other")
 
 
+@pytest.mark.long
 def test_a_search_is_sorted_again_by_a_run(run):
     pathlib.Path("texts.txt").write_text("xa xb\n\nwa wb\nxc\nxa wa\n")
     words = "search texts.txt --workdir base --top 2 --rerank run"
@@ -271,6 +273,7 @@ def test_a_search_is_sorted_again_by_a_run(run):
     broken.fails("search texts.txt --workdir base --rerank base wa", "--rerank base")
 
 
+@pytest.mark.long
 def test_an_export_says_what_a_cross_encoder_applies(run):
     for loss, end in (("binary_cross_entropy", "Sigmoid"), ("list_net", "Identity")):
         text = pathlib.Path("task.py").read_text()

@@ -120,7 +120,7 @@ def tensors_of(kind):
     return [name.split("/", 1)[1] for name in GOLDEN if name.startswith(f"{kind}_contrastive/")]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kind", "loss"), CASES)
 def test_losses_and_gradients_equal_those_of_sentence_transformers(kind, loss, devices, base):
     gradient, value, _ = gradient_of(kind, loss, base, devices)
@@ -168,6 +168,7 @@ def test_losses_of_given_sparse_vectors_equal_those_of_sentence_transformers(los
     np.testing.assert_allclose(gradient, expected, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", NAMES)
 def test_cached_gradients_are_those_of_the_whole_batch(kind, base):
     cached, value, _ = gradient_of(kind, "contrastive", base, 2, accumulation=2)

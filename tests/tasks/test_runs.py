@@ -99,6 +99,7 @@ def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
     assert np.abs(kernels[0] - kernels[1]).max() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request):
     """In the middle of an epoch and of a line; the base need not be named again."""
@@ -122,6 +123,7 @@ def test_two_processes_are_one_run(lora):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_what_learns_alone(lora):
     setup, state = final_state(lora)
     begun = setup.objective.init_params(jax.random.key(setup.experiment.seed))

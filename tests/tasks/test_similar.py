@@ -81,6 +81,7 @@ def test_cached_gradients_and_devices_change_nothing(loss):
         assert_close(gradient(other), gradient(state), ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "parts", "devices"),
     [
@@ -182,6 +183,7 @@ def write_task(vectors="", train="jsonl:train", test="jsonl:test"):
     pathlib.Path("task.py").write_text(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("vectors", "negative"),
     [("", "c"), pytest.param('loss="cosine"', "", marks=pytest.mark.long)],

@@ -135,6 +135,7 @@ def found(devices, layout, count):
     return always, once
 
 
+@pytest.mark.long
 def test_a_device_that_errs_is_named():
     assert found(4, "zero3", 6) == (6, 6)
 
@@ -297,6 +298,7 @@ def test_rows_of_several_documents_are_compared_too(copy_of_run):
     assert outcome == "finished" and "another result" not in shown
 
 
+@pytest.mark.long
 def test_it_takes_two_devices():
     with pytest.raises(InputError, match=r"run.replay_every=5"):
         session._require_checkable(Run(replay_every=5), samples.mesh_of(1))

@@ -45,6 +45,7 @@ def orthogonal():
     return samples.run(STEPS, optimizer=MUON)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "parallelism"),
     [
@@ -68,6 +69,7 @@ def test_orthogonal_updates_are_the_same_in_rings(orthogonal, torus):  # noqa: F
     assert_same_run(parted, orthogonal, 1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism",
     [

@@ -50,7 +50,9 @@ def check_eight() -> None:
     check(8, Parallelism(state="zero1", slices=2), optimizer=MUON)
 
 
-@pytest.mark.parametrize("parallelism", [ZERO1, ZERO3], ids=lambda p: p.state)
+@pytest.mark.parametrize(
+    "parallelism", [pytest.param(ZERO1, marks=pytest.mark.long), ZERO3], ids=lambda p: p.state
+)
 def test_slices_change_nothing(parallelism):
     check(4, parallelism)
 

@@ -41,12 +41,12 @@ def assert_same_run(run, reference, tolerance=1e-5):
 @pytest.mark.parametrize(
     ("devices", "parallelism"),
     [
-        (4, Parallelism()),
-        (4, Parallelism(state="zero1", accumulation=2)),
         (4, Parallelism(state="zero3", tensor=2)),
         *(
             pytest.param(devices, parallelism, marks=pytest.mark.long)
             for devices, parallelism in (
+                (4, Parallelism()),
+                (4, Parallelism(state="zero1", accumulation=2)),
                 (2, Parallelism(accumulation=4)),
                 (1, Parallelism(remat="full")),
                 (1, Parallelism(layer_loop="unroll")),
@@ -68,6 +68,7 @@ def test_a_layout_does_not_change_the_run(devices, parallelism, reference):
     assert_same_run(samples.run(STEPS, devices=devices, parallelism=parallelism), reference)
 
 
+@pytest.mark.long
 def test_what_is_gathered_ahead_of_the_layers_gets_the_gradient_of_its_own(reference, monkeypatch):
     """Attention's matrices at once for all layers, those between them layer by layer."""
     monkeypatch.setitem(METHODS, "cpu", Method(prefetch_bytes=32 * 32 * 4))
@@ -85,6 +86,7 @@ def per_replica():
     return optimizer, samples.run(STEPS, optimizer=optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "parallelism"),
     [

@@ -61,6 +61,7 @@ def workers(tmp_path, monkeypatch):
     made.close()
 
 
+@pytest.mark.long
 def test_calls_run_side_by_side_and_raise_their_errors(workers, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         first = [threads.submit(workers.call, pause, str(tmp_path / "a")) for _ in range(2)]
@@ -84,6 +85,7 @@ def test_a_process_that_dies_beside_another_is_tried_again_alone(workers, tmp_pa
         workers.call(os._exit, 3)
 
 
+@pytest.mark.long
 def test_the_end_of_the_workers_ends_their_calls(workers, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         calls = [threads.submit(workers.call, wait_for_ever, tmp_path / f"{i}") for i in range(3)]

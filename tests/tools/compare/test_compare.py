@@ -189,6 +189,7 @@ def fake_tasks(monkeypatch):
     return asked
 
 
+@pytest.mark.long
 def test_values_are_of_the_text_and_the_examples_as_they_are(here, monkeypatch, capsys):
     """What changed is marked and measured again, and what was there before is known again."""
     write_task(here)

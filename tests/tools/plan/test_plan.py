@@ -173,6 +173,7 @@ def test_a_worker_killed_by_a_signal_is_a_crash_of_the_compiler(job, monkeypatch
     assert (outcome.kind, outcome.message) == ("crashed", "the compiler crashed (SIGSEGV)")
 
 
+@pytest.mark.long
 def test_what_was_compiled_is_kept_and_not_compiled_again(job, monkeypatch, tmp_path):
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "here"))
     monkeypatch.setattr(compile_lib, "compile_job", stand_in.exceed)
@@ -240,6 +241,7 @@ def test_the_optimizer_s_moments_lie_beside_a_replay(job):
     assert replay.out_info.shape == (2, 2, 4)
 
 
+@pytest.mark.long
 def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
     monkeypatch.setattr(compile_lib, "compile_job", stand_in.refuse)
     with pytest.raises(InputError, match=r"v5e:8x8: phases\.0\.batch_size=3"):
@@ -247,6 +249,7 @@ def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
     assert compile_lib.compile_all([job], print, "return")[0].kind == "refused"
 
 
+@pytest.mark.long
 def test_a_refusal_ends_what_is_under_way(job, monkeypatch):
     monkeypatch.setattr(compile_lib, "compile_job", stand_in.refuse_the_second)
     monkeypatch.setattr(compile_lib.system, "cores", lambda: 2)  # with one, the second waits
