@@ -59,7 +59,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     """Losses and scores of both sides with one seed."""
     finetune(experiment, None, str(place / "run"), Progress(LineConsole(quiet=True)))
     base, workdir = LoadedModel.of(open_workdir(experiment.init_from)), Workdir(place / "run")
-    huggingface.export_weights(base, "encoder", "float32", epath.Path(place / "base"))
+    huggingface.write_folder(base, "encoder", "float32", epath.Path(place / "base"))
     lines = JsonLines(workdir.metrics).read()
     job = FinetuningJob(experiment, workdir, lambda line: None)
     job.read(mesh_lib.one_device())

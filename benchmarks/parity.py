@@ -91,10 +91,10 @@ def compare(model: str, folder: pathlib.Path, python: str) -> int:
         if kind != "causal_lm"
     }
     for kind in architectures:
-        huggingface.export_weights(trained, kind, "float32", epath.Path(folder / kind))
+        huggingface.write_folder(trained, kind, "float32", epath.Path(folder / kind))
     cased = tokenizer.WordPiece(trained.tokenizer.vocab, "cased")
     other = dataclasses.replace(trained, tokenizer=cased)
-    huggingface.export_weights(other, "encoder", "float32", epath.Path(folder / "cased"))
+    huggingface.write_folder(other, "encoder", "float32", epath.Path(folder / "cased"))
     ids = {
         "encoder": [trained.tokenizer.encode(text) for text in TEXTS],
         "cased": [cased.encode(text) for text in TEXTS],

@@ -51,7 +51,7 @@ def test_the_package_offers_them_and_loads_jax_only_then():
 @pytest.mark.long
 def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(model, tmp_path):
     folder = tmp_path / "theirs"
-    huggingface.export_weights(
+    huggingface.write_folder(
         LoadedModel.of(open_workdir("run")), "pretraining", "float32", epath.Path(folder)
     )
     theirs = bert_jax.load(folder)

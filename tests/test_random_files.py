@@ -76,7 +76,7 @@ def imported(tmp_path_factory):
     plain = epath.Path(hf_folder.write(root / "plain"))
     base = huggingface.read_folder(plain, silent)
     trained = LoadedModel(base.model, base.params, base.tokenizer, name="x")
-    huggingface.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
+    huggingface.write_folder(trained, "pretraining", "float32", epath.Path(root / "whole"))
     shutil.copytree(root / "whole", root / "shards")
     hf_folder.cut_in_shards(root / "shards")
     return root, base

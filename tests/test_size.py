@@ -44,7 +44,7 @@ ABOVE = {
     "data": 4_078,
     "distributed": 1_203,
     "embeddings": 1_987,
-    "interop": 3_082,
+    "interop": 3_080,
     "model": 3_532,
     "pretraining": 1_235,
     "serve": 573,

@@ -1,1 +1,1 @@
-"""Checkpoints of others: Hugging Face folders to bases (`import`), and back (`export`)."""
+"""Conversion from other libraries' checkpoints (`import`) and to them (`export`)."""

@@ -25,52 +25,52 @@ _TASKS = {
     "Model": "feature-extraction",
 }
 # Maximum number of sources that are listed; further sources are counted.
-_NAMED = 50
+_MAX_SOURCES = 50
 # Fields with paths of files.
 _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task.validation")
 _PATHS += ("vectors.teacher",)
 
 
-def write(
+def render(
     trained: LoadedModel,
     architecture: str,
     dtype: str,
     folder: str,
     form: Literal["model", "adapter"] = "model",
-    tuned: Finetuning | None = None,
+    finetuning: Finetuning | None = None,
     labels: Sequence[str] = (),
 ) -> str:
-    """Returns the text of README.md. Names of files and runs are code spans, without markup.
+    """Returns the text of README.md, with names of files and runs in code spans, without markup.
 
     `architecture` is the class that reads the model from `folder`, a path or a name on the hub; the
-    form `adapter` is PEFT's, with a base in the folder; `tuned` is the fine-tuning that made the
-    model, with its labels.
+    form `adapter` is PEFT's, with a base in the folder; `finetuning` is the experiment that made
+    the model, with its labels.
     """
     task = next(task for end, task in _TASKS.items() if architecture.endswith(end))
-    if tuned and tuned.task.kind == "rank":
+    if finetuning and finetuning.task.kind == "rank":
         task = "text-ranking"
     name = FAMILIES[family(trained.model)].label
-    # An imported model was trained by others, or by the run that its source names.
-    made = "fine-tuned" if tuned else "written" if trained.source else "pre-trained"
-    use = f", for texts of task.kind={tuned.task.kind}" if tuned else ""
+    # bert_jax did not train an imported model, or trained it in the run that its source names.
+    made = "fine-tuned" if finetuning else "written" if trained.source else "pre-trained"
+    use = f", for texts of task.kind={finetuning.task.kind}" if finetuning else ""
     is_for_texts = task in ("feature-extraction", "text-ranking")
     library = "sentence-transformers" if is_for_texts else "transformers"
     fresh = [part.partition("/")[0] for part in trained.fresh]
-    never = [part for part in fresh if part in PARTS.get(architecture, ())]
+    untrained = [part for part in fresh if part in PARTS.get(architecture, ())]
     lines = [
         # Metadata for model hubs, without text of users.
         *("---", f"library_name: {library}", f"pipeline_tag: {task}"),
         *("tags:", f"- {name.lower()}", "---", ""),
-        *(f"# {code(trained.name)}", ""),
+        *(f"# {code_span(trained.name)}", ""),
         f"A {name} {made} with bert_jax {bert_jax.__version__}: `{architecture}`{use}.",
         f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
-        *([f"Labels: {', '.join(map(code, labels))}."] if labels else []),
-        *([f"Never trained, freshly initialised: {', '.join(never)}."] if never else []),
-        *("", "```python", *_how_to(architecture, folder, form, task), "```"),
+        *([f"Labels: {', '.join(map(code_span, labels))}."] if labels else []),
+        *([f"Never trained, freshly initialised: {', '.join(untrained)}."] if untrained else []),
+        *("", "```python", *_usage_example(architecture, folder, form, task), "```"),
         *("", "## Model", ""),
-        *(f"- {path}: {code(str(value))}" for path, value in config.flatten(trained.model)),
+        *(f"- {path}: {code_span(str(value))}" for path, value in config.flatten(trained.model)),
         f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}",
-        *([f"- imported from: {code(trained.source)}"] if trained.source else []),
+        *([f"- imported from: {code_span(trained.source)}"] if trained.source else []),
     ]
     if trained.evaluation is not None:
         numbers = [(k, v) for k, v in trained.evaluation.items() if isinstance(v, float)]
@@ -78,19 +78,20 @@ def write(
         lines += [f"- {name}: {value:.6g}" for name, value in numbers]
     if trained.manifest is not None:
         lines += ["", "## Text", "", *_corpus(trained)]
-    if (recipe := tuned or trained.experiment) is not None:
-        lines += ["", "## Recipe", "", f"- step: {trained.step}", *_fields(recipe)]
+    if (recipe := finetuning or trained.experiment) is not None:
+        lines += ["", "## Recipe", "", f"- step: {trained.step}", *_identity_fields(recipe)]
     return "\n".join(lines) + "\n"
 
 
-def code(text: str) -> str:
+def code_span(text: str) -> str:
     """Returns any text as an inline code span."""
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
-def _how_to(
+def _usage_example(
     architecture: str, folder: str, form: Literal["model", "adapter"], task: str
 ) -> list[str]:
+    """Returns lines of Python that load the model."""
     paths = (folder, f"{folder}/base")
     target, base = (json.dumps(printable(path).replace("`", "'")) for path in paths)
     if task == "text-ranking" and form == "model":
@@ -110,22 +111,22 @@ def _corpus(trained: LoadedModel) -> Iterator[str]:
     assert trained.manifest is not None
     for split, counts in trained.manifest["splits"].items():
         shown = ", ".join(f"{n} {noun}" for noun, n in counts.items() if isinstance(n, int))
-        yield f"- {code(split)}: {shown}"
-    yield f"- vocabulary: sha256 {code(trained.tokenizer.sha256)}"
+        yield f"- {code_span(split)}: {shown}"
+    yield f"- vocabulary: sha256 {code_span(trained.tokenizer.sha256)}"
     sources = trained.manifest["sources"]
     yield f"- files: {len(sources)}"
-    for source in sources[:_NAMED]:
+    for source in sources[:_MAX_SOURCES]:
         name, sha256 = pathlib.PurePath(source["file"]).name, str(source.get("sha256"))
-        yield f"  - {code(name)}, sha256 {code(sha256)}"
-    if len(sources) > _NAMED:
-        yield f"  - and {len(sources) - _NAMED} more"
+        yield f"  - {code_span(name)}, sha256 {code_span(sha256)}"
+    if len(sources) > _MAX_SOURCES:
+        yield f"  - and {len(sources) - _MAX_SOURCES} more"
 
 
-def _fields(experiment: Experiment | Finetuning) -> Iterator[str]:
+def _identity_fields(experiment: Experiment | Finetuning) -> Iterator[str]:
     for path, value in config.flatten(experiment, "identity"):
         if path in _PATHS:
             # Cards are published; the paths of the author's files are private.
             values = value if isinstance(value, tuple) else (value,)
             value = ", ".join(pathlib.PurePath(str(item)).name for item in values)
         if not path.startswith("model.") and value not in ("", ()):
-            yield f"- {path}: {code(str(value))}"
+            yield f"- {path}: {code_span(str(value))}"

@@ -17,9 +17,9 @@ from bert_jax.interop.names import HEADS, PARTS, TASKS, family
 from bert_jax.interop.vocabularies import require
 from bert_jax.pretraining.loaded_model import LoadedModel
 
-# Numbers of outputs of the kinds of tasks where the number is fixed.
+# Number of outputs by kind of task, where it is fixed.
 _OUTPUTS = {"choice": 1, "span": 2}
-# Keys with the same name in both.
+# Keys of config.json that have the name of a field of Model.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -30,7 +30,7 @@ _SIZES = (
     "initializer_range",
 )
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_BERT = (*_SIZES, "type_vocab_size", "layer_norm_eps", *_DROPOUTS)
+_BERT_NAMES = (*_SIZES, "type_vocab_size", "layer_norm_eps", *_DROPOUTS)
 # DistilBERT's keys, and the fields of Model.
 _DISTILBERT = {
     "dim": "hidden_size",
@@ -62,17 +62,17 @@ _MODERN_FIXED = {
     "decoder_bias": True,
     "classifier_bias": False,
 }
-# Model types with RoBERTa's arithmetic, and the prefixes of their classes instead of `Roberta`.
+# Model types with RoBERTa's architecture, and the prefixes of their classes.
 _ROBERTAS = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
-# Half a decoder's window includes the token itself; half an encoder's window does not.
-_ITSELF = 2
+# local_attention minus local_window: both halves of a decoder's window include the token itself.
+_DECODER_WINDOW_EXTRA = 2
 _DECODER = "modernbert-decoder"  # ModernBERT with a causal mask
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _ROTARY = {_GLOBAL: "global", _LOCAL: "local"}  # prefixes of Model's fields
-_EVERY = 3
+_DEFAULT_GLOBAL_EVERY = 3
 
 
-class _Field(NamedTuple):
+class _KeyRule(NamedTuple):
     key: str
     field: str = ""  # the field of Model; "": none, the value must be one of `allowed`
     # Supported values (and Model's values for them), or the type of a number; None: any.
@@ -80,59 +80,57 @@ class _Field(NamedTuple):
     default: Any = None  # the default of transformers' class; None: Model's default
 
 
-def _require_values(values: dict[str, Any]) -> list[_Field]:
-    return [_Field(key, allowed=[value]) for key, value in values.items()]
+def _allow_only(values: dict[str, Any]) -> list[_KeyRule]:
+    return [_KeyRule(key, allowed=[value]) for key, value in values.items()]
 
 
 _BERT_KEYS = [
-    *(_Field(name, name) for name in _BERT),
-    _Field("hidden_act", "hidden_act", _ACTIVATIONS, "gelu"),
-    _Field("is_decoder", "direction", {False: "both", True: "left_to_right"}, False),
-    _Field("chunk_size_feed_forward", allowed=[0]),
-    *_require_values(_BERT_FIXED),
+    *(_KeyRule(name, name) for name in _BERT_NAMES),
+    _KeyRule("hidden_act", "hidden_act", _ACTIVATIONS, "gelu"),
+    _KeyRule("is_decoder", "direction", {False: "both", True: "left_to_right"}, False),
+    _KeyRule("chunk_size_feed_forward", allowed=[0]),
+    *_allow_only(_BERT_FIXED),
 ]
 _ROBERTA_KEYS = [
     *(field for field in _BERT_KEYS if field.key not in ("type_vocab_size", "is_decoder")),
-    _Field("max_position_embeddings", "max_position_embeddings", None, 512),
-    _Field("type_vocab_size", "type_vocab_size", [1], 1),
-    _Field("is_decoder", allowed=[False]),
+    _KeyRule("max_position_embeddings", "max_position_embeddings", None, 512),
+    _KeyRule("type_vocab_size", "type_vocab_size", [1], 1),
+    _KeyRule("is_decoder", allowed=[False]),
 ]
 _DISTILBERT_KEYS = [
-    *(_Field(key, field) for key, field in _DISTILBERT.items()),
-    _Field("activation", "hidden_act", _ACTIVATIONS, "gelu"),
-    _Field("chunk_size_feed_forward", allowed=[0]),
+    *(_KeyRule(key, field) for key, field in _DISTILBERT.items()),
+    _KeyRule("activation", "hidden_act", _ACTIVATIONS, "gelu"),
+    _KeyRule("chunk_size_feed_forward", allowed=[0]),
 ]
-# Scalings of rotary positions with their numbers; since version 5 each type of layer has its own.
+# Parameters of each kind of rotary scaling; since version 5 each type of layer has its own.
 _SCALINGS = {"default": (), "linear": ("factor",), "yarn": ("positions", "factor")}
 _SCALING_KEYS = [
-    _Field("factor", "factor", float),
-    _Field("original_max_position_embeddings", "positions"),
-    *_require_values(
-        {"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1}
-    ),
-    *(_Field(name, allowed=[None]) for name in ("attention_factor", "mscale", "mscale_all_dim")),
+    _KeyRule("factor", "factor", float),
+    _KeyRule("original_max_position_embeddings", "positions"),
+    *_allow_only({"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1}),
+    *(_KeyRule(name, allowed=[None]) for name in ("attention_factor", "mscale", "mscale_all_dim")),
 ]
 # The defaults are ModernBERT-base's.
 _MODERN_KEYS = [
-    _Field("vocab_size", "vocab_size", None, 50_368),
-    _Field("hidden_size", "hidden_size", None, 768),
-    _Field("num_hidden_layers", "num_hidden_layers", None, 22),
-    _Field("num_attention_heads", "num_attention_heads", None, 12),
-    _Field("intermediate_size", "intermediate_size", None, 1_152),
-    _Field("max_position_embeddings", "max_position_embeddings", None, 8_192),
-    _Field("initializer_range", "initializer_range"),
-    _Field("hidden_activation", "hidden_act", _ACTIVATIONS, "gelu"),
-    _Field("mlp_dropout", "hidden_dropout_prob", float, 0.0),
-    _Field("attention_dropout", "attention_probs_dropout_prob", float, 0.0),
-    _Field("global_rope_theta", "global_rotary_base", float, 160_000.0),
-    _Field("local_rope_theta", "local_rotary_base", float, 10_000.0),
-    _Field("local_attention", "local_window", None, 128),
-    _Field("tie_word_embeddings", "output_table", {True: "tied", False: "own"}, True),
-    *_require_values(_MODERN_FIXED),
+    _KeyRule("vocab_size", "vocab_size", None, 50_368),
+    _KeyRule("hidden_size", "hidden_size", None, 768),
+    _KeyRule("num_hidden_layers", "num_hidden_layers", None, 22),
+    _KeyRule("num_attention_heads", "num_attention_heads", None, 12),
+    _KeyRule("intermediate_size", "intermediate_size", None, 1_152),
+    _KeyRule("max_position_embeddings", "max_position_embeddings", None, 8_192),
+    _KeyRule("initializer_range", "initializer_range"),
+    _KeyRule("hidden_activation", "hidden_act", _ACTIVATIONS, "gelu"),
+    _KeyRule("mlp_dropout", "hidden_dropout_prob", float, 0.0),
+    _KeyRule("attention_dropout", "attention_probs_dropout_prob", float, 0.0),
+    _KeyRule("global_rope_theta", "global_rotary_base", float, 160_000.0),
+    _KeyRule("local_rope_theta", "local_rotary_base", float, 10_000.0),
+    _KeyRule("local_attention", "local_window", None, 128),
+    _KeyRule("tie_word_embeddings", "output_table", {True: "tied", False: "own"}, True),
+    *_allow_only(_MODERN_FIXED),
 ]
 
 
-def _convert(path: epath.Path, table: list[_Field], fields: dict[str, Any]) -> dict[str, Any]:
+def _convert(path: epath.Path, table: list[_KeyRule], fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of Model for keys of config.json; an InputError names the key."""
     converted = {}
     for key, name, allowed, default in table:
@@ -159,14 +157,14 @@ _UNSUPPORTED = {
 
 
 def read(path: epath.Path) -> Model:
-    """Reads a config.json as a Model section. Missing keys have the defaults of their classes."""
+    """Reads a config.json as a Model section; missing keys have transformers' defaults."""
     fields = vocabularies.read_object(path)
     readers = {
-        "bert": model_of,
-        **dict.fromkeys(_ROBERTAS, _roberta),
-        "distilbert": _distilbert,
-        "modernbert": _modern,
-        _DECODER: _modern,
+        "bert": build_bert,
+        **dict.fromkeys(_ROBERTAS, _build_roberta),
+        "distilbert": _build_distilbert,
+        "modernbert": _build_modern,
+        _DECODER: _build_modern,
     }
     if reason := _UNSUPPORTED.get(str(fields.get("model_type"))):
         raise InputError(f"{path}: model_type={fields['model_type']!r}: not supported; {reason}")
@@ -177,7 +175,7 @@ def read(path: epath.Path) -> Model:
 
 
 def task_class(path: epath.Path) -> str | None:
-    """Returns the class for tasks that a config.json names; None if it names none."""
+    """Returns the class with a task's head that a config.json names; None if there is none."""
     architectures = _architectures(vocabularies.read_object(path))
     return next((name for name in architectures if name in HEADS), None)
 
@@ -214,59 +212,59 @@ def head_of(
 
 
 def _architectures(fields: dict[str, Any]) -> list[Any]:
-    """Returns the names of classes, RoBERTa's for those of its arithmetic."""
+    """Returns the named classes, with `Roberta` in place of the prefixes in `_ROBERTAS`."""
     named = fields.get("architectures") or []
     named = named if isinstance(named, list) else [named]
-    begins = f"^({'|'.join(_ROBERTAS.values())})"
-    return [re.sub(begins, "Roberta", it) if isinstance(it, str) else it for it in named]
+    prefixes = f"^({'|'.join(_ROBERTAS.values())})"
+    return [re.sub(prefixes, "Roberta", x) if isinstance(x, str) else x for x in named]
 
 
-def _roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
-    """Reads a RoBERTa, whose positions begin after the id of the padding token."""
+def _build_roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
+    """Builds the section of a RoBERTa, whose positions begin after the id of the padding token."""
     values = _convert(path, _ROBERTA_KEYS, fields)
-    first, rows = fields.get("pad_token_id", 1), values["max_position_embeddings"]
-    for name, value in (("pad_token_id", first), ("max_position_embeddings", rows)):
+    pad_id, rows = fields.get("pad_token_id", 1), values["max_position_embeddings"]
+    for name, value in (("pad_token_id", pad_id), ("max_position_embeddings", rows)):
         if type(value) is not int or value < 0:
             raise InputError(f"{path}: {name}={value!r}: must be a whole number")
-    values |= {"position_offset": first + 1, "max_position_embeddings": rows - first - 1}
+    values |= {"position_offset": pad_id + 1, "max_position_embeddings": rows - pad_id - 1}
     return config.build_section(Model, values, str(path))
 
 
-def _distilbert(path: epath.Path, fields: dict[str, Any]) -> Model:
+def _build_distilbert(path: epath.Path, fields: dict[str, Any]) -> Model:
     values = _convert(path, _DISTILBERT_KEYS, fields)
     return config.build_section(Model, values | {"type_vocab_size": 0}, str(path))
 
 
-def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
-    """Returns the Model section of the fields of BERT's configurations."""
+def build_bert(path: epath.Path, fields: dict[str, Any]) -> Model:
+    """Builds the Model section from the fields of a BERT's configuration."""
     return config.build_section(Model, _convert(path, _BERT_KEYS, fields), str(path))
 
 
-def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
+def _build_modern(path: epath.Path, fields: dict[str, Any]) -> Model:
     values = {"kind": "modern"} | _convert(path, _MODERN_KEYS, fields)
     # Model has one activation for layers and for the head.
     acts = [name for name, act in _ACTIVATIONS.items() if act == values["hidden_act"]]
     require(path, "classifier_activation", fields.get("classifier_activation", "gelu"), acts)
     every = values["global_every"] = _global_every(path, fields, values["num_hidden_layers"])
-    values |= _rotary(path, fields, values["max_position_embeddings"])
+    values |= _read_rotary(path, fields, values["max_position_embeddings"])
     if fields["model_type"] == _DECODER:
         values["direction"] = "left_to_right"
         if isinstance(window := values["local_window"], int):
-            values["local_window"] = window // 2 * 2 - _ITSELF
+            values["local_window"] = window // 2 * 2 - _DECODER_WINDOW_EXTRA
     if every == 1:  # no layer has a window
         del values["local_window"], values["local_rotary_base"], values["local_rotary_scaling"]
     return config.build_section(Model, values, str(path))
 
 
 def _global_every(path: epath.Path, fields: dict[str, Any], count: Any) -> Any:
-    """Returns n of the global layers 0, n, 2n, ...; older versions state the number."""
+    """Returns n, where the layers 0, n, 2n, ... are global; versions before 5 state n."""
     types = fields.get("layer_types")
     if types is None:
-        return fields.get("global_attn_every_n_layers", _EVERY)
+        return fields.get("global_attn_every_n_layers", _DEFAULT_GLOBAL_EVERY)
     if not isinstance(types, list) or len(types) != count or not types:
         raise InputError(f"{path}: layer_types: must be a list of num_hidden_layers={count!r}")
-    last = max(len(types), _EVERY) if _LOCAL in types else 1
-    every = next((i for i in range(1, len(types)) if types[i] == _GLOBAL), last)
+    default = max(len(types), _DEFAULT_GLOBAL_EVERY) if _LOCAL in types else 1
+    every = next((i for i in range(1, len(types)) if types[i] == _GLOBAL), default)
     if types != _layer_types(len(types), every):
         raise InputError(
             f"{path}: layer_types: only {_GLOBAL} in the first and then in every n-th layer, and "
@@ -279,7 +277,7 @@ def _layer_types(count: int, every: int) -> list[str]:
     return [_LOCAL if i % every else _GLOBAL for i in range(count)]
 
 
-def _rotary(path: epath.Path, fields: dict[str, Any], longest: Any) -> dict[str, Any]:
+def _read_rotary(path: epath.Path, fields: dict[str, Any], max_positions: Any) -> dict[str, Any]:
     """Returns bases and scalings of rotary positions, stated for each type of layer or for both."""
     values: dict[str, Any] = {}
     by_type, for_both = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
@@ -293,10 +291,10 @@ def _rotary(path: epath.Path, fields: dict[str, Any], longest: Any) -> dict[str,
         if for_both and "rope_type" not in for_both:  # transformers would ignore the scaling
             raise InputError(f"{path}: rope_scaling={for_both!r}: has no rope_type; add it")
         rope = rope | for_both
-        values |= _convert(path, [_Field("rope_theta", f"{name}_rotary_base", float)], rope)
+        values |= _convert(path, [_KeyRule("rope_theta", f"{name}_rotary_base", float)], rope)
         kind = rope.get("rope_type", rope.get("type", "default"))
         require(path, "rope_type", kind, _SCALINGS)
-        scaling = {"positions": longest} | _convert(path, _SCALING_KEYS, rope)
+        scaling = {"positions": max_positions} | _convert(path, _SCALING_KEYS, rope)
         numbers = [str(scaling.get(number)).removesuffix(".0") for number in _SCALINGS[kind]]
         values[f"{name}_rotary_scaling"] = ":".join([kind, *numbers]) if numbers else ""
     return values
@@ -304,10 +302,10 @@ def _rotary(path: epath.Path, fields: dict[str, Any], longest: Any) -> dict[str,
 
 def fields_of(trained: LoadedModel, architecture: str, dtype: str) -> dict[str, Any]:
     """Returns the config.json of the class `architecture`."""
-    write = _WRITERS[family(trained.model)]
+    family_fields = _FIELDS_BY_FAMILY[family(trained.model)]
     return {
         "architectures": [architecture],
-        **write(trained),
+        **family_fields(trained),
         "pad_token_id": trained.tokenizer.pad_id,
         "dtype": dtype,
         "torch_dtype": dtype,  # the key of versions before 4.56
@@ -315,11 +313,11 @@ def fields_of(trained: LoadedModel, architecture: str, dtype: str) -> dict[str, 
 
 
 def task_fields(
-    kind: str, labels: Sequence[str], column: str, head_dropout_prob: float
+    kind: str, labels: Sequence[str], label_column: str, head_dropout_prob: float
 ) -> dict[str, Any]:
-    """Returns the keys of a config.json for the head of a task, in addition to `fields_of`."""
+    """Returns a config.json's keys for a task's head; a number is labelled `label_column`."""
     fields: dict[str, Any] = {"classifier_dropout": head_dropout_prob}
-    names = [column] if kind in ("regress", "rank") else labels
+    names = [label_column] if kind in ("regress", "rank") else labels
     if names:  # a span has none
         fields["id2label"] = {str(i): name for i, name in enumerate(names)}
         fields["label2id"] = {name: i for i, name in enumerate(names)}
@@ -334,7 +332,7 @@ def _bert_fields(trained: LoadedModel) -> dict[str, Any]:
     values = dataclasses.asdict(trained.model)
     return {
         "model_type": "bert",
-        **{name: values[name] for name in _BERT},
+        **{name: values[name] for name in _BERT_NAMES},
         "hidden_act": _EXPORTED_ACTIVATIONS[values["hidden_act"]],
         **_BERT_FIXED,
         "is_decoder": trained.model.direction == "left_to_right",
@@ -378,10 +376,10 @@ def _modern_fields(trained: LoadedModel) -> dict[str, Any]:
         "mlp_dropout": cfg.hidden_dropout_prob,
         "layer_types": _layer_types(cfg.num_hidden_layers, cfg.global_every),
         "rope_parameters": {
-            _GLOBAL: _rope(cfg.global_rotary_base, cfg.global_rotary_scaling),
-            _LOCAL: _rope(cfg.local_rotary_base, cfg.local_rotary_scaling),
+            _GLOBAL: _rope_fields(cfg.global_rotary_base, cfg.global_rotary_scaling),
+            _LOCAL: _rope_fields(cfg.local_rotary_base, cfg.local_rotary_scaling),
         },
-        "local_attention": cfg.local_window + _ITSELF * is_decoder,
+        "local_attention": cfg.local_window + _DECODER_WINDOW_EXTRA * is_decoder,
         # Keys of versions before 5.
         "global_attn_every_n_layers": cfg.global_every,
         "global_rope_theta": cfg.global_rotary_base,
@@ -395,8 +393,8 @@ def _modern_fields(trained: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _rope(base: float, scaling: str) -> dict[str, Any]:
-    """Returns the object for rotary positions, the inverse of `_rotary`."""
+def _rope_fields(base: float, scaling: str) -> dict[str, Any]:
+    """Returns the rope_parameters of one type of layer, the inverse of `_read_rotary`."""
     kind, *numbers = (scaling or "default").split(":")
     rope = {"rope_type": kind, "rope_theta": base}
     for name, number in zip(_SCALINGS[kind], numbers, strict=True):
@@ -405,7 +403,7 @@ def _rope(base: float, scaling: str) -> dict[str, Any]:
     return rope
 
 
-_WRITERS = {
+_FIELDS_BY_FAMILY = {
     "bert": _bert_fields,
     "roberta": _roberta_fields,
     "distilbert": _distilbert_fields,

@@ -10,9 +10,9 @@ from bert_jax.interop import finetuned, huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks.finetuned_model import FinetunedModel
 
-# The form of an export determines the class that reads it. A model that is not fine-tuned can be
-# exported in the first four forms, a fine-tuned one as `task`, `adapter` or `encoder`, one of
-# sparse vectors as `masked_lm`.
+# The form of an export determines the class that reads it. The first four forms are for models that
+# are not fine-tuned. A fine-tuned model has the form `masked_lm` if it makes sparse vectors, only
+# `encoder` if it makes other vectors, else `task`, `adapter` and `encoder`.
 Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -32,40 +32,31 @@ def export(
       The name of the class that reads the folder.
     """
     if not isinstance(model, FinetunedModel):
-        kind = _pretrained_form(model.model, form, model.name)
-        return _export_transformers(model, kind, dtype, target, address)
-    kind = model.task_model.kind
+        pretrained_form = _pretrained_form(model.model, form, model.name)
+        return huggingface.write_folder(model, pretrained_form, dtype, target, address)
+    task_kind = model.task_model.kind
     supported = ("task", "adapter", "encoder")
-    if kind.task.spec.makes_vectors:
+    if task_kind.task.spec.makes_vectors:
         # SparseEncoder of sentence-transformers reads the class of masked LM.
-        supported = ("masked_lm",) if kind.reads == "masked_lm" else ("encoder",)
+        supported = ("masked_lm",) if task_kind.reads == "masked_lm" else ("encoder",)
     chosen = form or supported[0]
     if chosen not in supported:
         raise InputError(
-            f"--as {form}: {model.name} was trained with task.kind={kind.task.kind}; choose "
+            f"--as {form}: {model.name} was trained with task.kind={task_kind.task.kind}; choose "
             f"{' or '.join(supported)}"
         )
     if chosen in ("encoder", "masked_lm"):
-        return _export_transformers(model, chosen, dtype, target, address)
+        finetuning = model.task_model.experiment
+        return huggingface.write_folder(model, chosen, dtype, target, address, finetuning)
     return finetuned.export(model, cast(finetuned.Form, chosen), dtype, target, address)
 
 
-def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.Kind:
+def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.Form:
     """Returns the form; raises InputError if it is missing or applies only to fine-tuned models."""
     supported = huggingface.forms_of(model)
     if not supported:
-        return "encoder"  # `export_weights` raises InputError: no class supports the model
+        return "encoder"  # `write_folder` raises InputError: no class supports the model
     if form in (None, "task", "adapter"):
         given = "--as" if form is None else f"--as {form}: {name} is not fine-tuned"
         raise InputError(f"{given}: choose {' or '.join(supported)}")
-    return cast(huggingface.Kind, form)
-
-
-def _export_transformers(
-    model: LoadedModel, form: huggingface.Kind, dtype: Dtype, target: epath.Path, address: str
-) -> str:
-    """Exports an encoder, with the pre-training heads that the form has."""
-    # For the model card.
-    finetuning = model.task_model.experiment if isinstance(model, FinetunedModel) else None
-    huggingface.export_weights(model, form, dtype, target, address, finetuning)
-    return huggingface.architecture_of(model.model, form)
+    return cast(huggingface.Form, form)

@@ -70,19 +70,19 @@ def export(
             params = merged_params(adapt, model.params, model.fixed)
             _write_model(model, loaded, params, architecture, dtype, folder)
         else:
-            fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
-            head = jax.tree.map(np.zeros_like, fresh["head"])
-            params = fresh | (model.fixed or {}) | {"head": head}
+            trained = {name: tree for name, tree in model.params.items() if name != "lora"}
+            head = jax.tree.map(np.zeros_like, trained["head"])
+            params = trained | (model.fixed or {}) | {"head": head}
             (folder / "base").mkdir()
             _write_model(model, loaded, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
-        # Longer texts were truncated in training, too.
-        longest = model.experiment.task.max_sequence_length
-        vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
-        text = card.write(
+        # Texts are truncated as in training.
+        max_length = model.experiment.task.max_sequence_length
+        vocabularies.write(model.tokenizer, max_length, INPUTS[names.family(model.model)], folder)
+        text = card.render(
             *(loaded, architecture, dtype, address or target.name),
             form="adapter" if form == "adapter" else "model",
-            tuned=model.experiment,
+            finetuning=model.experiment,
             labels=model.labels,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
@@ -90,15 +90,15 @@ def export(
 
 
 def architecture_of(model: TaskModel) -> str:
-    """Returns the class of theirs that holds a run."""
+    """Returns the class of transformers for a fine-tuned run; raises InputError without one."""
     task, features = model.experiment.task.kind, model.experiment.adapt.features
     kinds = ARCHITECTURES[names.family(model.model)]
     reasons = {
         f"has BiLSTM layers on its encoder (adapt.features={features})": features,
         f"has learned task.kind={task}": task not in kinds,
         f"adapts a base of model.code={model.model.code}": model.model.code,
-        "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
-        "[CLS]": model.model.direction == "left_to_right",
+        "adapts a base of model.direction=left_to_right, so its head reads the last [SEP] instead "
+        "of [CLS]": model.model.direction == "left_to_right",
         "reads the mean of all tokens (adapt.pooling=mean), which only ModernBERT supports": (
             model.pooling == "mean" and model.model.kind != "modern"
         ),
@@ -132,23 +132,23 @@ def _write_model(
     if names.family(model.model) == "distilbert":
         fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
     vocabularies.write_json(folder / "config.json", fields)
-    first = model.tokenizer.pad_id + 1
-    tensors = weights.export_tensors(jax.device_get(params), model.model, architecture, first)
+    position = model.tokenizer.pad_id + 1
+    tensors = weights.export_tensors(jax.device_get(params), model.model, architecture, position)
     write_tensors(folder / "model.safetensors", tensors, dtype)
 
 
 # --- adapters -------------------------------------------------------------------------------------
 
 
-def saved_modules(architecture: str, family: str, learned: Collection[str]) -> list[str]:
-    """Returns the modules that an adapter saves whole: the head, and a trained part below it."""
+def saved_modules(architecture: str, family: str, trained: Collection[str]) -> list[str]:
+    """Returns the modules that an adapter saves: the head, and the part below it if `trained`."""
     parts, head = names.HEADS[architecture]
     if "." in head:  # RoBERTa's head, of which the pooler is a part
         return [head.partition(".")[0]]
     group = names.FAMILIES[family]
     # PEFT also saves a module whose name ends with the head's name, like pre_classifier.
-    has_below = group.below in learned or (group.below in parts and group.module.endswith(head))
-    return [head, group.module] if has_below else [head]
+    is_suffix = group.part_below_head in parts and group.module.endswith(head)
+    return [head, group.module] if is_suffix or group.part_below_head in trained else [head]
 
 
 def rank_patterns(lora: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, Mapping[str, float]]:
@@ -157,7 +157,7 @@ def rank_patterns(lora: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, Map
     `lora` has lora_A, float32 [rank, inputs], and lora_B by their names; `adapt` has the rank and
     the alpha of one kernel.
     """
-    ranks = {
+    ranks = {  # names begin with `model.layers.N.`: only ModernBERT concatenates kernels
         name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
         for name, value in lora.items()
         if name.endswith("lora_A.weight") and len(value) != adapt.lora_rank

@@ -1,14 +1,15 @@
 """The Hugging Face Hub: downloads models, and uploads exports.
 
-CACHE/bases/OWNER--NAME@COMMIT/     the base that was made of a downloaded model
+CACHE/bases/OWNER--NAME@COMMIT/     the base that was made from a downloaded model
 
 The library huggingface_hub (the [hub] extra) transfers the files, with its own cache (HF_HOME),
-token (HF_TOKEN), server (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE). It compares only the size
-of a file with that which the server states; the hash is compared here.
+token (HF_TOKEN), server (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE). It verifies only the size
+of a file; this module verifies the hash.
 """
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -63,14 +64,14 @@ def find_model(path: str) -> HubModel | None:
 
 
 def locate_base(path: str) -> str:
-    """Makes a base of a model of the hub if needed; returns its path, and other paths as they are.
+    """Makes a base from a model of the hub, and returns its path; returns other paths unchanged.
 
     The base is made once for each commit of a model.
     """
     if (model := find_model(path)) is None:
         return path
-    # Another process, since this one may not use devices before it has met its peers. What it
-    # prints goes to standard error.
+    # In another process, as this one must not start JAX before jax.distributed. The output of the
+    # other process goes to standard error.
     worker = Worker({**os.environ, "JAX_PLATFORMS": "cpu"})
     try:
         worker.start(_make_base, model)
@@ -80,7 +81,7 @@ def locate_base(path: str) -> str:
 
 
 def _make_base(model: HubModel) -> str:
-    """Makes the base of a model unless there is one; returns its path."""
+    """Makes the base of a model unless it exists; returns its path."""
     files = download(model)
     folder = cache_folder() / "bases" / f"{model.name.replace('/', '--')}@{files.name}"
     with translate_os_errors(folder):
@@ -94,7 +95,7 @@ def _make_base(model: HubModel) -> str:
 
 
 def locate_files(path: str) -> epath.Path:
-    """Downloads the files of a model if needed; returns their folder, and other paths as is."""
+    """Downloads the files of a model, and returns their folder; returns other paths unchanged."""
     model = find_model(path)
     return epath.Path(path) if model is None else download(model)
 
@@ -135,7 +136,7 @@ def _require_hashes(model: HubModel, folder: epath.Path) -> None:
     The library's cache names the content of a file by this hash, and the file is a link to it. The
     hash is the SHA-256 of a file of Git LFS, and the hash of Git (SHA-1) of another file.
     """
-    for link in (link for pattern in _FILES for link in folder.glob(pattern)):
+    for link in itertools.chain.from_iterable(map(folder.glob, _FILES)):
         stated = os.path.basename(os.readlink(link)) if os.path.islink(link) else ""
         if len(stated) == 64:
             with open(link, "rb") as file:

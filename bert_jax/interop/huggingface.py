@@ -19,7 +19,7 @@ from bert_jax.interop.vocabularies import read_object
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
 
-# Classes of transformers by `names.family` and by kind of export.
+# Classes of transformers by `names.family` and by form of export.
 ARCHITECTURES = {
     "bert": {
         "pretraining": "BertForPreTraining",
@@ -47,21 +47,21 @@ _CONVERT = (
 )
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
-Kind = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
+Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 
 
 # --- folders --------------------------------------------------------------------------------------
 
 
 def read_folder(folder: epath.Path, report: Report) -> Base:
-    """Reads a folder of `save_pretrained`, of a class of `ARCHITECTURES` or `names.HEADS`."""
-    stated = configs.read(folder / "config.json")
-    naming = names.HUGGING_FACE[names.family(stated)]
-    if stated.output_table == "own":
+    """Reads what `save_pretrained` wrote for a class in `ARCHITECTURES` or `names.HEADS`."""
+    model = configs.read(folder / "config.json")
+    naming = names.HUGGING_FACE[names.family(model)]
+    if model.output_table == "own":
         naming = dataclasses.replace(naming, tied={})
     settings = Settings(folder)
     tokenizer = vocabularies.read(folder, settings)
-    settings.require_model(stated, tokenizer.pad_id)
+    settings.require_model(model, tokenizer.pad_id)
     if extra := settings.extra_special_tokens():
         shown = ", ".join(extra[:5]) + ", ..." * (len(extra) > 5)
         report(f"special tokens that are read as plain text: {shown}")
@@ -70,20 +70,20 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
     tensors = _remove_copies(tensors, naming, str(file))
     head, fresh = None, ()
     if (architecture := configs.task_class(folder / "config.json")) is not None:
-        head = configs.head_of(folder / "config.json", architecture, tensors, stated.hidden_size)
-        tensors = weights.without_head(tensors, stated, architecture)
+        head = configs.head_of(folder / "config.json", architecture, tensors, model.hidden_size)
+        tensors = weights.without_head(tensors, model, architecture)
         parts, name = names.HEADS[architecture]
         use = "is not imported" if head is None else "is kept for a task of its kind and labels"
         report(f"{architecture}: its head ({name}) {use}")
-        if "masked_lm" in parts:  # the file lacks its output
+        if "masked_lm" in parts:  # whose output bias such files lack
             fresh = ("masked_lm/output_bias",)
             report(f"not in {file.name}, freshly initialised: {fresh[0]}")
     source = f"Hugging Face folder {folder.name}"
     if folder.parent.name == "snapshots":  # of the cache of huggingface_hub
         name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         source = f"{name}, commit {folder.name}"
-    base = weights.make_base(tensors, naming, stated, tokenizer, file, source, report)
-    base.vectors = sentence_transformers.read(folder, stated, tokenizer, settings)
+    base = weights.make_base(tensors, naming, model, tokenizer, file, source, report)
+    base.vectors = sentence_transformers.read(folder, model, tokenizer, settings)
     base.head, base.fresh = head, (*base.fresh, *fresh)
     return base
 
@@ -160,59 +160,61 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
 
 
 def forms_of(model: Model) -> list[str]:
-    """Returns the kinds of export of a model that is not fine-tuned."""
+    """Returns the forms of export of a model that is not fine-tuned."""
     is_causal = model.direction == "left_to_right"
-    kinds = ARCHITECTURES[names.family(model)]
-    return [name for name in kinds if (name == "causal_lm") == is_causal]
+    forms = ARCHITECTURES[names.family(model)]
+    return [name for name in forms if (name == "causal_lm") == is_causal]
 
 
-def architecture_of(model: Model, kind: Kind) -> str:
-    """Returns the class of transformers for a kind of export."""
-    family, kinds = names.family(model), forms_of(model)
-    if model.code or not kinds:
+def architecture_of(model: Model, form: Form) -> str:
+    """Returns the class of transformers for a form of export."""
+    family, forms = names.family(model), forms_of(model)
+    if model.code or not forms:
         label = f"a {names.FAMILIES[family].label} of model.direction={model.direction}"
         label = f"model.code={model.code}" if model.code else label
         raise InputError(
-            f"--as {kind}: transformers has no class for {label}; use `bert-jax embed` or "
+            f"--as {form}: transformers has no class for {label}; use `bert-jax embed` or "
             "`bert_jax.load`"
         )
-    if kind not in kinds:
+    if form not in forms:
         raise InputError(
-            f"--as {kind}: transformers has no such class for model.kind={model.kind} and "
-            f"model.direction={model.direction}; choose {' or '.join(kinds)}"
+            f"--as {form}: transformers has no such class for model.kind={model.kind} and "
+            f"model.direction={model.direction}; choose {' or '.join(forms)}"
         )
-    return ARCHITECTURES[family][kind]
+    return ARCHITECTURES[family][form]
 
 
-def export_weights(
+def write_folder(
     trained: LoadedModel,
-    kind: Kind,
+    form: Form,
     dtype: Literal["float32", "bfloat16"],
     target: epath.Path,
     address: str = "",
-    tuned: Finetuning | None = None,
-) -> None:
+    finetuning: Finetuning | None = None,
+) -> str:
     """Writes a folder for transformers, which appears at `target` when it is complete.
 
-    `encoder` is for sentence-transformers, too; bfloat16 rounds the weights. `target` must not
+    sentence-transformers can read an `encoder`, too; bfloat16 rounds the weights. `target` must not
     exist. The card loads the model from `address` (default: the name of the folder), and describes
-    `tuned`, the fine-tuning that made the model.
+    `finetuning`, the experiment that made the model. Returns the class that reads the folder.
     """
-    architecture, cfg = architecture_of(trained.model, kind), trained.model
-    longest = cfg.max_position_embeddings
+    architecture, cfg = architecture_of(trained.model, form), trained.model
     with new_folder(target) as folder:
-        vocabularies.write(trained.tokenizer, longest, INPUTS[names.family(cfg)], folder)
-        card_text = card.write(trained, architecture, dtype, address or target.name, tuned=tuned)
+        inputs = INPUTS[names.family(cfg)]
+        vocabularies.write(trained.tokenizer, cfg.max_position_embeddings, inputs, folder)
+        name = address or target.name
+        card_text = card.render(trained, architecture, dtype, name, finetuning=finetuning)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         vocabularies.write_json(
             folder / "config.json", configs.fields_of(trained, architecture, dtype)
         )
         makes_sparse = trained.vectors is not None and trained.vectors.form == "sparse"
-        if kind == ("masked_lm" if makes_sparse else "encoder"):
+        if form == ("masked_lm" if makes_sparse else "encoder"):
             sentence_transformers.write(trained, folder)
-        first = trained.tokenizer.pad_id + 1
-        tensors = weights.export_tensors(trained.params, cfg, architecture, first)
+        position = trained.tokenizer.pad_id + 1
+        tensors = weights.export_tensors(trained.params, cfg, architecture, position)
         write_tensors(folder / "model.safetensors", tensors, dtype)
+    return architecture
 
 
 def write_tensors(path: epath.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""`bert-jax import`: makes a base of a run or of another library's checkpoint."""
+"""`bert-jax import`: makes a base from a run or from another library's checkpoint."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def import_weights(
     limit: int = 0,
     words: str = "",
 ) -> None:
-    """Makes a base of a run's newest checkpoint, or of another library's checkpoint.
+    """Makes a base from a run's newest checkpoint, or from another library's checkpoint.
 
     Args:
       source: a folder of `save_pretrained`, a TensorFlow 1 checkpoint (see `interop.tf1`) or a run.
@@ -43,23 +43,23 @@ def import_weights(
       report: prints a line for the result, and for each difference from the source.
       content: `with_moments` also imports a run's moments of `bert_adam`.
       text: a source of text; tokens that it does not use are removed.
-      limit: maximum number of tokens to keep then, the most frequent ones; 0: all that are used.
+      limit: maximum number of tokens that `text` keeps, the most frequent ones; 0: all used ones.
       words: a file of words, one on each line, that become tokens.
     """
     base = _read(source, report, content)
     if vocabulary is not None:
         tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
         base, known = replace_tokenizer(base, tokenizer)
-        new = tokenizer.size - known
-        report(f"{known} tokens keep their rows; {new} new ones begin with the mean of the old")
-    new = []
-    if words:  # before tokens are removed of which these words consist
-        tokenizer, origins, new = vocabulary_edits.add_words(base.tokenizer, epath.Path(words))
-        slots = len(new) - (tokenizer.size - base.tokenizer.size)
-        report(f"{len(new)} words of {words} are tokens now, {slots} of them in unused slots")
+        count = tokenizer.size - known
+        report(f"{known} tokens keep their rows; {count} new ones begin with the mean of the old")
+    added = []
+    if words:  # first, as the text may remove the tokens that these words consist of
+        tokenizer, origins, added = vocabulary_edits.add_words(base.tokenizer, epath.Path(words))
+        slots = len(added) - (tokenizer.size - base.tokenizer.size)
+        report(f"{len(added)} words of {words} are tokens now, {slots} of them in unused slots")
         base = replace_rows(base, tokenizer, origins)
     if text:
-        base = reduce_vocabulary(base, text, limit, new, report)
+        base = reduce_vocabulary(base, text, limit, added, report)
     base_lib.write(base, target)
     cfg, more = base.model, "" if base.moments is None else f", moments of step {base.moments.step}"
     if vectors := base.vectors:
@@ -78,7 +78,7 @@ def import_weights(
 def _read(source: epath.Path, report: Report, content: Literal["params", "with_moments"]) -> Base:
     run = mirror.open_workdir(source)
     if run.experiment.exists() or (run.root / SWEEP).exists():
-        return _read_run(run, content)  # which names a run of a sweep
+        return _read_run(run, content)  # raises InputError for a sweep, and names one of its runs
     if run.remote is not None:
         raise InputError(f"{source}: no run; copy checkpoints of other libraries to this machine")
     prefix = tf1.find(source)
@@ -90,6 +90,7 @@ def _read(source: epath.Path, report: Report, content: Literal["params", "with_m
 def _read_run(run: Workdir, content: Literal["params", "with_moments"]) -> Base:
     trained = LoadedModel.of(run, content)
     fresh, experiment = trained.fresh, trained.experiment
+    # Neither a phase nor an earlier model trained this head.
     if "next_sentence" in trained.idle and experiment and not experiment.init_from:
         fresh = (*fresh, "next_sentence")
     return dataclasses.replace(
@@ -121,7 +122,7 @@ def reduce_vocabulary(
     used ones.
     """
 
-    def rows(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    def encode(tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Yields the token ids of paragraphs, and of sentences as in a corpus."""
         for document in documents.read(Corpus(sources=(source_from_path(text),))):
             yield from map(tokenizer.encode, document.paragraphs())
@@ -129,9 +130,9 @@ def reduce_vocabulary(
 
     old = base.tokenizer
     tokenizer, origins = vocabulary_edits.trim(
-        old, vocabulary_edits.count_tokens(old, rows(old)), limit, "--keep", required
+        old, vocabulary_edits.count_tokens(old, encode(old)), limit, "--keep", required
     )
-    changed, count = vocabulary_edits.count_changes(origins, rows(old), rows(tokenizer))
+    changed, count = vocabulary_edits.count_changes(origins, encode(old), encode(tokenizer))
     report(
         f"keeps {tokenizer.size} of {old.size} tokens; {changed} of {count} sentences and "
         f"paragraphs of {text} ({changed / max(count, 1):.1%}) contain a removed token, whose "
@@ -147,33 +148,34 @@ def replace_rows(base: Base, tokenizer: Tokenizer, origins: Sequence[tuple[int, 
     is the mean of all. The moments of a token are zero unless it has exactly one origin.
     """
     cfg = dataclasses.replace(base.model, vocab_size=tokenizer.size)
-    copied = np.array([ids[0] if len(ids) == 1 else -1 for ids in origins])
-    averaged = [number for number, ids in enumerate(origins) if len(ids) != 1]
+    copied_ids = np.array([ids[0] if len(ids) == 1 else -1 for ids in origins])
+    averaged_ids = [number for number, ids in enumerate(origins) if len(ids) != 1]
 
-    def resized(tree: dict[str, Any], start: Literal["mean", "zero"]) -> dict[str, Any]:
+    def resize(tree: dict[str, Any], fill: Literal["mean", "zero"]) -> dict[str, Any]:
         tree = jax.tree.map(np.asarray, tree)  # a copy
         word, head = tree["encoder"]["embeddings"]["word"], tree["masked_lm"]
-        leaves = [(word, "embedding"), (head, "output_bias")]
-        leaves += [(head["output"], "embedding")] if "output" in head else []
-        for leaf, name in leaves:
-            table = leaf[name][: base.model.vocab_size]
+        tables = [(word, "embedding"), (head, "output_bias")]
+        tables += [(head["output"], "embedding")] if "output" in head else []
+        for node, name in tables:
+            table = node[name][: base.model.vocab_size]
             new = np.zeros((padded_vocab_size(cfg), *table.shape[1:]), np.float32)
-            new[: tokenizer.size][copied >= 0] = table[copied[copied >= 0]]
-            mean = table.mean(0, dtype=np.float64) if averaged and start == "mean" else None
-            for number in averaged if start == "mean" else ():
-                old = table[list(origins[number])]
-                new[number] = old.mean(0, dtype=np.float64) if len(old) else mean
-            leaf[name] = new
+            new[: tokenizer.size][copied_ids >= 0] = table[copied_ids[copied_ids >= 0]]
+            if fill == "mean" and averaged_ids:
+                mean = table.mean(0, dtype=np.float64)
+                for number in averaged_ids:
+                    old = table[list(origins[number])]
+                    new[number] = old.mean(0, dtype=np.float64) if len(old) else mean
+            node[name] = new
         return tree
 
     moments = base.moments
     if moments is not None:
-        trees = (resized(tree, "zero") for tree in (moments.mean, moments.square))
+        trees = (resize(tree, "zero") for tree in (moments.mean, moments.square))
         moments = Moments(moments.step, *trees)
     return dataclasses.replace(
         base,
         model=cfg,
-        params=resized(base.params, "mean"),
+        params=resize(base.params, "mean"),
         tokenizer=tokenizer,
         source=f"{base.source}, with another vocabulary",
         moments=moments,

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from bert_jax.config import Model
 
-Report = Callable[[str], None]
+Report = Callable[[str], None]  # prints a line for the user
 Part = Literal["encoder", "pooler", "masked_lm", "next_sentence"]
 
 # The parts of the model in each class of transformers.
@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
     label: str  # for messages
     classes: str  # prefix of the names of its classes
-    below: Part  # the part of pre-training below the head of a task that reads [CLS]
+    part_below_head: Part  # the pre-trained part between the encoder and a head that reads [CLS]
     module: str  # the name of this part in a class for tasks
 
 
@@ -40,7 +40,7 @@ FAMILIES = {  # by `family`
     "distilbert": Family("DistilBERT", "DistilBert", "pooler", "pre_classifier"),
     "modern": Family("ModernBERT", "ModernBert", "masked_lm", "head"),
 }
-# Suffixes of the names of classes for tasks, and the values of `task.kind` with the same outputs.
+# Suffixes of classes for tasks (with a task's head), and the `task.kind`s with the same outputs.
 TASKS = {
     "ForSequenceClassification": ("classify", "pair", "regress", "rank"),
     "ForMultipleChoice": ("choice",),
@@ -53,16 +53,16 @@ def _head(group: Family, suffix: str) -> tuple[tuple[Part, ...], str]:
     """Returns the parts below the head of a class for a task, and the name of the head."""
     reads_cls = suffix in ("ForSequenceClassification", "ForMultipleChoice")
     name = "classifier"
-    if group.below == "pooler" and suffix == "ForQuestionAnswering":
+    if group.part_below_head == "pooler" and suffix == "ForQuestionAnswering":
         name = "qa_outputs"
     elif group.classes == "Roberta" and suffix == "ForSequenceClassification":
         name = ROBERTA_HEAD
-    if reads_cls or group.below == "masked_lm":  # as all heads of ModernBERT
-        return ("encoder", group.below), name
+    if reads_cls or group.part_below_head == "masked_lm":  # all heads of ModernBERT read it
+        return ("encoder", group.part_below_head), name
     return ("encoder",), name
 
 
-# RoBERTa's head, and its pooler's prefixes in a base model and in a class for tasks.
+# RoBERTa's head, and its pooler's prefixes in RobertaModel and in classes for tasks.
 ROBERTA_HEAD, ROBERTA_POOLER = "classifier.out_proj", ("roberta.pooler.", "classifier.")
 # The parts below the head, and the name of the head, for each class for tasks.
 HEADS = {group.classes + end: _head(group, end) for group in FAMILIES.values() for end in TASKS}
@@ -146,14 +146,14 @@ class Naming:
     config: str = "config.json"  # the file with the sizes
     model: str = "BERT's pre-training model"  # description of the model
     prefix: str = ""  # prefix of the encoder's tensors, which files without heads omit
-    encoder: tuple[str, ...] = ()  # how the encoder's names begin without the prefix
+    encoder_prefixes: tuple[str, ...] = ()  # how the encoder's names begin without `prefix`
     # Names of tied copies that a file may hold, and of the original tensors.
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # tensors in files that have no effect
 
     def canonical(self, name: str) -> str:
         """Returns a name as newer versions write it, with its prefix."""
-        if name.startswith(self.encoder):
+        if name.startswith(self.encoder_prefixes):
             name = self.prefix + name
         for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
             if name.endswith(f"LayerNorm{old}"):
@@ -170,8 +170,8 @@ def family(cfg: Model) -> str:
     return "bert" if cfg.type_vocab_size else "distilbert"
 
 
-def tensors(cfg: Model, layer_names: Mapping[str, str] = _LAYER) -> Iterator[Tensor]:
-    """Yields all tensors of BertForPreTraining except copies."""
+def bert_tensors(cfg: Model, layer_names: Mapping[str, str] = _LAYER) -> Iterator[Tensor]:
+    """Yields all tensors of BertForPreTraining except tied copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
     above = ("encoder", "embeddings")
     rows = {
@@ -208,7 +208,7 @@ def tensors(cfg: Model, layer_names: Mapping[str, str] = _LAYER) -> Iterator[Ten
 def _rename(
     cfg: Model, names: Mapping[str, str], layer_names: Mapping[str, str], parts: tuple[Part, ...]
 ) -> Iterator[Tensor]:
-    for tensor in tensors(cfg, layer_names):
+    for tensor in bert_tensors(cfg, layer_names):
         if tensor.part in parts:
             old, new = next(item for item in names.items() if tensor.name.startswith(item[0]))
             yield dataclasses.replace(tensor, name=new + tensor.name.removeprefix(old))
@@ -236,7 +236,7 @@ def _norm(
 
 
 def modern_tensors(cfg: Model) -> Iterator[Tensor]:
-    """Yields all tensors of ModernBertForMaskedLM, or its decoder, except copies."""
+    """Yields all tensors of ModernBertForMaskedLM, or its decoder, except tied copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
     is_decoder = cfg.direction == "left_to_right"
     layer_names, head = (_DECODER_LAYER, "lm_head") if is_decoder else (_MODERN_LAYER, "head")
@@ -279,17 +279,17 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
         yield Tensor(_MODERN_OUTPUT, shape, table, "masked_lm", is_vocabulary=True)
 
 
-_NO_PAIRS: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
+_NO_NEXT_SENTENCE: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
 
 # By `family`.
 HUGGING_FACE = {
     "roberta": Naming(
-        lambda cfg: _rename(cfg, _ROBERTA, _LAYER, _NO_PAIRS),
+        lambda cfg: _rename(cfg, _ROBERTA, _LAYER, _NO_NEXT_SENTENCE),
         "roberta.embeddings.word_embeddings.weight",
         "lm_head.bias",
         model="RoBERTa's masked LM",
         prefix="roberta.",
-        encoder=("embeddings.", "encoder.", "pooler."),
+        encoder_prefixes=("embeddings.", "encoder.", "pooler."),
         tied={
             "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
             "lm_head.decoder.bias": "lm_head.bias",
@@ -297,21 +297,21 @@ HUGGING_FACE = {
         ignored=("roberta.embeddings.position_ids", "roberta.embeddings.token_type_ids"),
     ),
     "distilbert": Naming(
-        lambda cfg: _rename(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_PAIRS),
+        lambda cfg: _rename(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_NEXT_SENTENCE),
         "distilbert.embeddings.word_embeddings.weight",
         "vocab_projector.bias",
         model="DistilBERT's masked LM",
         prefix="distilbert.",
-        encoder=("embeddings.", "transformer."),
+        encoder_prefixes=("embeddings.", "transformer."),
         tied={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
         ignored=("distilbert.embeddings.position_ids",),
     ),
     "bert": Naming(
-        tensors,
+        bert_tensors,
         WORD_EMBEDDINGS,
         OUTPUT_BIAS,
         prefix="bert.",
-        encoder=("embeddings.", "encoder.", "pooler."),
+        encoder_prefixes=("embeddings.", "encoder.", "pooler."),
         tied={
             "cls.predictions.decoder.weight": WORD_EMBEDDINGS,
             "cls.predictions.decoder.bias": OUTPUT_BIAS,
@@ -325,7 +325,7 @@ HUGGING_FACE = {
         MODERN_OUTPUT_BIAS,
         model="ModernBERT's masked LM",
         prefix="model.",
-        encoder=("embeddings.", "layers.", "final_norm."),
+        encoder_prefixes=("embeddings.", "layers.", "final_norm."),
         tied={_MODERN_OUTPUT: MODERN_WORD_EMBEDDINGS},
     ),
 }

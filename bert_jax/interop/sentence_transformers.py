@@ -25,7 +25,7 @@ _MODES = {
     "pooling_mode_lasttoken": "last",
 }
 # Values of `pooling_mode` since version 6 that differ from ours.
-_WORDS = {"lasttoken": "last"}
+_MODE_ALIASES = {"lasttoken": "last"}
 # Names of prompts by role, the usual name first.
 _PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage", "corpus")}
 _REMEDY = "its vectors cannot be imported; delete modules.json to import only the encoder"
@@ -45,24 +45,18 @@ def read(
     if modules not in (_MODULES, _MODULES[:2]):
         raise InputError(f"{listed}: {modules}: only {_MODULES} are supported; {_REMEDY}")
     fields = read_object(pooling)
-    old = [
-        _MODES.get(key, key) for key in fields if key.startswith("pooling_mode_") and fields[key]
-    ]
-    mode = fields.get("pooling_mode", old or "mean")
-    mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
-    mode = _WORDS.get(mode, mode) if isinstance(mode, str) else mode
-    mode = require(pooling, "pooling_mode", mode, _MODES.values())
+    mode = _pooling_mode(pooling, fields)
     transformer = _read_optional(folder / "sentence_bert_config.json")
     path = folder / "config_sentence_transformers.json"
-    settings_file = _read_optional(path)
+    prompt_settings = _read_optional(path)
     unsupported = {
         "do_lower_case": tokenizer.case == "cased" and transformer.get("do_lower_case"),
-        "default_prompt_name": settings_file.get("default_prompt_name"),
+        "default_prompt_name": prompt_settings.get("default_prompt_name"),
     }
     for name, value in unsupported.items():
         if value:
             raise InputError(f"{listed}: with {name}={value!r}: not supported; {_REMEDY}")
-    prompts = settings_file.get("prompts") or {}
+    prompts = prompt_settings.get("prompts") or {}
     with translate_parser_errors(path, _REMEDY):  # join raises if a prompt is not a string
         prefixes = {
             role: "".join([prompts[name] for name in prompt_names if prompts.get(name)][:1])
@@ -73,6 +67,16 @@ def read(
     return TextVectors(mode, len(modules) == len(_MODULES), longest, **prefixes)
 
 
+def _pooling_mode(path: epath.Path, fields: dict[str, Any]) -> Any:
+    old_keys = (key for key in fields if key.startswith("pooling_mode_") and fields[key])
+    mode = fields.get("pooling_mode", [_MODES.get(key, key) for key in old_keys] or "mean")
+    if isinstance(mode, list) and len(mode) == 1:
+        mode = mode[0]
+    if isinstance(mode, str):
+        mode = _MODE_ALIASES.get(mode, mode)
+    return require(path, "pooling_mode", mode, _MODES.values())
+
+
 def _read_optional(path: epath.Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
@@ -80,7 +84,7 @@ def _read_optional(path: epath.Path) -> dict[str, Any]:
 def write(trained: LoadedModel, folder: epath.Path) -> None:
     """Writes the settings of vectors next to an encoder, for sentence-transformers.
 
-    Dense vectors are read by version 2 and later, sparse ones by 5, vectors of tokens by 6.
+    Dense vectors need its version 2 or later, sparse vectors 5, and vectors of tokens 6.
     """
     vectors, model = trained.vectors or TextVectors(), trained.model
     if vectors.form != "dense":
@@ -115,7 +119,7 @@ def _prompts(vectors: TextVectors) -> dict[str, str]:
 
 def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.Path) -> None:
     """Writes the modules of a SparseEncoder or a MultiVectorEncoder."""
-    base, kernel = "sentence_transformers.base.modules", np.empty((0, 0))
+    package, kernel = "sentence_transformers.base.modules", np.empty((0, 0))
     transformer: dict[str, Any] = {"max_seq_length": vectors.max_length, "do_lower_case": False}
     if vectors.form == "sparse":
         transformer["transformer_task"] = "fill-mask"
@@ -129,20 +133,20 @@ def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.P
             expansion = {"strategy": "fixed", "attend": True, "length": vectors.query_length}
             transformer["query_expansion"] = expansion
         kernel = np.asarray(trained.params["projection"]["kernel"]).T
-        reads = {"module_input_name": "token_embeddings"}
+        token_input = {"module_input_name": "token_embeddings"}
         dense: dict[str, Any] = {"in_features": kernel.shape[1], "bias": False}
         dense["out_features"] = kernel.shape[0]
         dense["activation_function"] = "torch.nn.modules.linear.Identity"
         skipped = TokenSelection(trained.tokenizer, vectors).skipped_tokens
         mask = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask"
         modules = [
-            (f"{base}.dense.Dense", "1_Dense", dense | reads),
+            (f"{package}.dense.Dense", "1_Dense", dense | token_input),
             (f"{mask}.MultiVectorMask", "2_MultiVectorMask", {"skiplist_words": skipped}),
-            (f"{base}.normalize.Normalize", "3_Normalize", reads),
+            (f"{package}.normalize.Normalize", "3_Normalize", token_input),
         ]
         kind, similarity = "MultiVectorEncoder", "maxsim"
     types = [
-        (f"{base}.transformer.Transformer", ""),
+        (f"{package}.transformer.Transformer", ""),
         *((type_, path) for type_, path, _ in modules),
     ]
     listed = [

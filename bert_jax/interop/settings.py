@@ -214,7 +214,7 @@ class Settings:
         content = (self._folder / library.FILE).read_bytes()
         library_tokenizer = tokenizers.Tokenizer.from_buffer(content)
         cls_id, sep_id = (library_tokenizer.token_to_id(self.special_tokens[key]) for key in keys)
-        # The ids around a text, between two texts, and the segment of the second text.
+        # The ids of [CLS], between two texts and of [SEP], and the segment of the second text.
         if self.tokenizer_class in _WORDPIECE_CLASSES:
             expected = (cls_id, (sep_id,), sep_id, 1)
         else:
@@ -287,10 +287,10 @@ class Settings:
             listed.add(text)
             if text not in vocabulary:
                 self._refuse(file, repr(text), f"not in the vocabulary; {_SAVE_AGAIN}")
-            other = in_json.get(text)
-            if token.get("special", False) and (other is None or other["special"]):
+            json_token = in_json.get(text)
+            if token.get("special", False) and (json_token is None or json_token["special"]):
                 continue
-            if other is None or _attributes(other) != _attributes(token):
+            if json_token is None or _attributes(json_token) != _attributes(token):
                 self._refuse(file, repr(text), f"{library.FILE} differs; {_SAVE_AGAIN}")
         has_decoder = "added_tokens_decoder" in self.tokenizer_config
         if has_decoder and self.tokenizer_class not in GENERIC_CLASSES:

@@ -32,7 +32,7 @@ _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
 _GELU_FORM = "gelu_form"
 _FORMS: dict[str, Literal["gelu", "gelu_tanh"]] = {"erf": "gelu", "tanh": "gelu_tanh"}
 # Default of type_vocab_size in a bert_config.json.
-_TYPES = 16
+_DEFAULT_SEGMENTS = 16
 # Variables that are not imported: the step and Adam's moments.
 _TRAINING_STATE = ("global_step", "/adam_m", "/adam_v")
 _NSP = "cls.seq_relationship"
@@ -63,14 +63,14 @@ def find(source: epath.Path) -> epath.Path | None:
 def read(prefix: epath.Path, report: Report) -> Base:
     """Reads the weights of a checkpoint as a base."""
     folder = prefix.parent
-    stated = read_config(folder / _CONFIG, report)
+    model = read_config(folder / _CONFIG, report)
     tokenizer = vocabularies.read_plain(folder, report)
-    params = variables(prefix, lambda name: not name.endswith(_TRAINING_STATE))
+    params = read_variables(prefix, lambda name: not name.endswith(_TRAINING_STATE))
     for name, value in params.items():
         if value.dtype != np.float32:
             raise InputError(f"{prefix}: variable {name!r} is {value.dtype}; only float32 is read")
     source = f"TensorFlow checkpoint {prefix.name} of {folder.absolute().name}"
-    return weights.make_base(params, NAMING, stated, tokenizer, prefix, source, report)
+    return weights.make_base(params, NAMING, model, tokenizer, prefix, source, report)
 
 
 def read_config(path: epath.Path, report: Report) -> Model:
@@ -79,14 +79,14 @@ def read_config(path: epath.Path, report: Report) -> Model:
     `gelu` means erf in the code of the released models, and tanh since February 2019; the key
     `gelu_form` says which. Without the key it means erf, as in transformers.
     """
-    fields = {"type_vocab_size": _TYPES} | vocabularies.read_object(path)
+    fields = {"type_vocab_size": _DEFAULT_SEGMENTS} | vocabularies.read_object(path)
     form = vocabularies.require(path, _GELU_FORM, fields.get(_GELU_FORM), [None, *_FORMS])
     if form is None and fields.get("hidden_act", "gelu") == "gelu":
         report(
             f"{path.name}: gelu means erf, as in the released models; if these weights were "
             f'trained by the code since February 2019, add "{_GELU_FORM}": "tanh"'
         )
-    cfg = configs.model_of(path, fields)
+    cfg = configs.build_bert(path, fields)
     return cfg if form is None else dataclasses.replace(cfg, hidden_act=_FORMS[form])
 
 
@@ -94,13 +94,13 @@ def read_config(path: epath.Path, report: Report) -> Model:
 
 
 def _tensors(cfg: Model) -> Iterator[Tensor]:
-    for tensor in names.tensors(cfg):
+    for tensor in names.bert_tensors(cfg):
         if tensor.is_kernel and not tensor.name.startswith(_NSP):
             tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_kernel=False)
-        yield dataclasses.replace(tensor, name=_name(tensor.name))
+        yield dataclasses.replace(tensor, name=_tf1_name(tensor.name))
 
 
-def _name(hf_name: str) -> str:
+def _tf1_name(hf_name: str) -> str:
     above, _, leaf = hf_name.rpartition(".")
     if above.endswith("_embeddings"):
         above, _, leaf = above.rpartition(".")
@@ -115,26 +115,27 @@ def _name(hf_name: str) -> str:
     return re.sub(r"layer\.(\d+)", r"layer_\1", f"{above}.{leaf}").replace(".", "/")
 
 
-NAMING = Naming(_tensors, _name(names.WORD_EMBEDDINGS), _name(names.OUTPUT_BIAS), _CONFIG)
+NAMING = Naming(_tensors, _tf1_name(names.WORD_EMBEDDINGS), _tf1_name(names.OUTPUT_BIAS), _CONFIG)
 
 # --- files ----------------------------------------------------------------------------------------
 
 _MAGIC, _FOOTER = 0xDB4775248B80FB57, 48
-# Fields of BundleHeaderProto and of BundleEntryProto, and numbers of DataType.
+# Fields of BundleHeaderProto, BundleEntryProto and TensorShapeProto, and numbers of DataType.
 _SHARDS, _ENDIANNESS = 1, 2
 _DTYPE, _SHAPE, _SHARD, _OFFSET, _SIZE, _CHECKSUM, _SLICES = range(1, 8)
+_DIM, _DIM_SIZE = 2, 1
 _DTYPES = {
     **{1: np.float32, 2: np.float64, 3: np.int32, 4: np.uint8, 9: np.int64, 10: np.bool_},
     **{14: ml_dtypes.bfloat16, 19: np.float16},
 }
 
 
-def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
+def read_variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
     """Reads the variables whose names are `wanted`, in their own types."""
     index = prefix.with_name(f"{prefix.name}.index")
     with translate_os_errors(index):
         content = index.read_bytes()
-    with translate_parser_errors(prefix, "put its whole files back"):
+    with translate_parser_errors(prefix, "restore its complete files"):
         entries = dict(_table(content))
         header = dict(_fields(entries.pop(b"")))
         if header.get(_ENDIANNESS):
@@ -147,13 +148,13 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
             return np.memmap(data, np.uint8, "r")
 
     values = {}
-    with translate_parser_errors(prefix, "put its whole files back"):
+    with translate_parser_errors(prefix, "restore its complete files"):
         for key, value in sorted(entries.items()):
             # Keys of slices of other variables begin with a zero byte.
             if key[0] and wanted(name := key.decode()):
                 entry = dict(_fields(value))
                 if _SLICES in entry:
-                    raise InputError(f"{prefix}: variable {name!r} is cut in slices; save it whole")
+                    raise InputError(f"{prefix}: variable {name!r} is sliced; save it whole")
                 values[name] = _tensor(name, entry, shard)
     return values
 
@@ -162,10 +163,10 @@ def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]
     dtype = np.dtype(_DTYPES[entry[_DTYPE]])
     offset, size = entry.get(_OFFSET, 0), entry.get(_SIZE, 0)
     data = shard(entry.get(_SHARD, 0))[offset : offset + size].tobytes()
-    if len(data) != size or _masked(google_crc32c.value(data)) != entry[_CHECKSUM]:
+    if len(data) != size or _mask_crc(google_crc32c.value(data)) != entry[_CHECKSUM]:
         raise ValueError(f"the checksum of variable {name!r} is wrong")
-    dimensions = _fields(entry.get(_SHAPE, b""))
-    shape = [dict(_fields(field)).get(1, 0) for number, field in dimensions if number == 2]
+    dims = [value for number, value in _fields(entry.get(_SHAPE, b"")) if number == _DIM]
+    shape = [dict(_fields(dim)).get(_DIM_SIZE, 0) for dim in dims]
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -185,7 +186,7 @@ def _block(content: bytes, handle: bytes, offset: int) -> Iterator[tuple[bytes, 
     size, _ = _varint(handle, offset)
     block = content[start : start + size]
     kind, checksum = content[start + size], content[start + size + 1 :][:4]
-    if _masked(google_crc32c.value(block + bytes([kind]))) != int.from_bytes(checksum, "little"):
+    if _mask_crc(google_crc32c.value(block + bytes([kind]))) != int.from_bytes(checksum, "little"):
         raise ValueError("the checksum of its index is wrong")
     if kind:
         raise ValueError("its index is compressed, which is not supported")
@@ -229,6 +230,6 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
         shift += 7
 
 
-def _masked(crc: int) -> int:
+def _mask_crc(crc: int) -> int:
     """Returns a checksum as LevelDB stores it."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

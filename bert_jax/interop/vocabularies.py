@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders, read and written; JSON of other libraries."""
+"""Reads and writes tokenizers of Hugging Face folders, and JSON files of other libraries."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
 
 # Options of transformers' tokenizers that WordPiece here always has.
-_ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
-_OTHERS = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
-_OURS = ("vocab.txt", "tokenizer.json")
-# Maximum number of characters of a word: the reference's, and transformers' default. The
-# difference is ignored: such words are links and the like.
+_ALWAYS_TRUE = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
+_OTHER_FILES = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
+_VOCAB_FILES = ("vocab.txt", "tokenizer.json")
+# Maximum number of characters of a word in google-research/bert, and transformers' default. The
+# difference is ignored, as longer words are mostly links.
 _LONGEST_WORD, _DEFAULT_LONGEST_WORD = 200, 100
 _PRE_TOKENIZER, _NORMALIZER = "BertPreTokenizer", "BertNormalizer"
 
@@ -57,23 +57,21 @@ def read(folder: epath.Path, settings: Settings | None = None) -> tokenizer_lib.
 
 
 def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
-    for name in _OTHERS:
-        if (folder / name).exists() and not any((folder / file).exists() for file in _OURS):
+    for name in _OTHER_FILES:
+        if (folder / name).exists() and not any((folder / file).exists() for file in _VOCAB_FILES):
             raise InputError(f"{folder / name}: not supported; {library.CONVERT_ADVICE}")
-    fast, parts = folder / library.FILE, settings.tokenizer_json
+    json_path, parts = folder / library.FILE, settings.tokenizer_json
     config_path = folder / "tokenizer_config.json"
     is_generic = settings.tokenizer_class in GENERIC_CLASSES
-    with translate_parser_errors(fast):
-        kind, vocab = (
-            parts.get("model", {}).get("type", "WordPiece"),
-            _list_tokens(parts, is_generic),
-        )
+    with translate_parser_errors(json_path):
+        kind = parts.get("model", {}).get("type", "WordPiece")
+        vocab = _list_tokens(parts, is_generic)
     if kind != "WordPiece":
-        return library.read(fast, settings.special_tokens)
+        return library.read(json_path, settings.special_tokens)
     case = _case(folder, parts, settings.tokenizer_config)
     if parts and vocab is None:
-        return library.read(fast, settings.special_tokens)
-    for name in _ALWAYS:
+        return library.read(json_path, settings.special_tokens)
+    for name in _ALWAYS_TRUE:
         require(config_path, name, settings.tokenizer_config.get(name, True), [True])
     if (folder / "vocab.txt").exists():
         listed = vocabulary.read_vocab(folder / "vocab.txt")
@@ -87,12 +85,12 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; copy the vocabulary")
     tokenizer = tokenizer_lib.WordPiece(vocab, case)
     if parts and (is_generic or parts.get("post_processor")):
-        around = library.read_template(
-            library.open_tokenizer(fast.read_bytes(), parts, str(fast)), str(fast)
+        template = library.read_template(
+            library.open_tokenizer(json_path.read_bytes(), parts, str(json_path)), str(json_path)
         )
         ids = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
-        if around != ids:
-            return library.read(fast, settings.special_tokens)
+        if template != ids:
+            return library.read(json_path, settings.special_tokens)
     for role, token in vocabulary.SPECIAL_NAMES.items():
         require(config_path, role, settings.special_tokens.get(role, token), [token])
     return tokenizer
@@ -125,7 +123,7 @@ def _list_tokens(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
         (model.get("type"), pre_tokenizer["type"]) == ("WordPiece", _PRE_TOKENIZER)
         and normalizer["type"] == _NORMALIZER
         and normalizer.get("strip_accents") in (None, uncased)
-        and all(normalizer.get(name, True) for name in _ALWAYS)
+        and all(normalizer.get(name, True) for name in _ALWAYS_TRUE)
         and model.get("continuing_subword_prefix", "##") == "##"
         and model.get("unk_token", vocabulary.UNK) == vocabulary.UNK
         and model.get("max_input_chars_per_word", _DEFAULT_LONGEST_WORD)
@@ -140,7 +138,7 @@ def _list_tokens(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
 
 
 def _case(folder: epath.Path, parts: dict[str, Any], config: dict[str, Any]) -> tokenizer_lib.Case:
-    """Returns whether text is lower-cased. The files that state it must agree."""
+    """Returns the case of a tokenizer. The files that state it must agree."""
     normalizer = parts.get("normalizer") or {}
     lowers = {
         "tokenizer.json: normalizer.lowercase": normalizer.get("lowercase"),
@@ -153,7 +151,7 @@ def _case(folder: epath.Path, parts: dict[str, Any], config: dict[str, Any]) -> 
         shown = ", ".join(f"{key} {value!r}" for key, value in lowers.items())
         raise InputError(f"{folder}: {shown}: must be the same, true or false")
     strips, path = config.get("strip_accents"), folder / "tokenizer_config.json"
-    # A value that tokenizer.json has, too, is left to the library.
+    # `LibraryTokenizer` applies a value that tokenizer.json has, too.
     if strips is not None and strips not in (uncased, normalizer.get("strip_accents")):
         raise InputError(
             f"{path}: strip_accents={strips} with lower-casing {uncased}: bert-jax strips the "
@@ -163,17 +161,17 @@ def _case(folder: epath.Path, parts: dict[str, Any], config: dict[str, Any]) -> 
 
 
 def write(
-    tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
+    tok: tokenizer_lib.Tokenizer, max_length: int, inputs: Sequence[str], folder: epath.Path
 ) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     case: dict[str, Any] = {}
     if isinstance(tok, library.LibraryTokenizer):
         tok.save(folder)
-        named = tok.special_names
+        special_names = tok.special_names
     elif isinstance(tok, tokenizer_lib.WordPiece):
         (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
-        _fast(tok).save(str(folder / "tokenizer.json"))
-        named, case = vocabulary.SPECIAL_NAMES, {"do_lower_case": tok.case == "uncased"}
+        _library_tokenizer(tok).save(str(folder / "tokenizer.json"))
+        special_names, case = vocabulary.SPECIAL_NAMES, {"do_lower_case": tok.case == "uncased"}
     else:
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; train one of "
@@ -185,16 +183,16 @@ def write(
         # which words of over 100 characters are unknown.
         "tokenizer_class": "PreTrainedTokenizerFast",
         **case,
-        "model_max_length": longest,
+        "model_max_length": max_length,
         "model_input_names": list(inputs),
-        **named,
+        **special_names,
     }
     write_json(folder / "tokenizer_config.json", config)
-    write_json(folder / "special_tokens_map.json", named)
+    write_json(folder / "special_tokens_map.json", special_names)
 
 
-def _fast(tok: tokenizer_lib.WordPiece) -> tokenizers.Tokenizer:
-    """Returns the same tokenizer of the library that transformers uses."""
+def _library_tokenizer(tok: tokenizer_lib.WordPiece) -> tokenizers.Tokenizer:
+    """Returns an equal tokenizer of the `tokenizers` library, which transformers uses."""
     ids = {token: number for number, token in enumerate(tok.vocab)}
     model = tokenizers.models.WordPiece(
         ids, unk_token=vocabulary.UNK, max_input_chars_per_word=_LONGEST_WORD

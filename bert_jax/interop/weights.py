@@ -42,7 +42,7 @@ def import_tensors(
     naming = naming or names.HUGGING_FACE[names.family(cfg)]
     expected: dict[str, list[Tensor]] = {}
     for tensor in naming.tensors(cfg):
-        if tensor.part == "encoder":  # checked here: the configuration may name a billion layers
+        if tensor.part == "encoder":  # checked at once: a damaged file may state many layers
             _require_shape(tensor, tensors, file, naming.config)
         expected.setdefault(tensor.name, []).append(tensor)
     for name in tensors:
@@ -65,7 +65,7 @@ def import_tensors(
         number, count = tensor.share
         value = np.split(value, count)[number]
         _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value
-    if cfg.kind == "modern":  # a model of one layer has no tensor for it
+    if cfg.kind == "modern":  # a model of one layer has no such norm
         unused = {"scale": np.ones((cfg.num_hidden_layers, cfg.hidden_size), np.float32)}
         params["encoder"]["layers"].setdefault("attention_layer_norm", unused)
     missing = tuple(part for part in names.PARTS["BertForPreTraining"] if part not in parts)
@@ -107,17 +107,17 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
 
 
 def export_tensors(
-    params: Mapping[str, Any], cfg: Model, architecture: str, first: int | None = None
+    params: Mapping[str, Any], cfg: Model, architecture: str, position: int | None = None
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of the class `architecture`, float32, without padding.
 
-    `first` is the row of RoBERTa's first position in the exported table; None: as in `params`.
+    `position` is the row of RoBERTa's first position in the exported table; None: as in `params`.
     """
     parts, head = names.HEADS.get(architecture) or (names.PARTS[architecture], "")
     naming, tensors = names.HUGGING_FACE[names.family(cfg)], dict[str, np.ndarray]()
     prefix = "" if head or "masked_lm" in parts else naming.prefix  # removed from names
     for tensor in naming.tensors(cfg):
-        # Below the head of a task, masked LM has no output.
+        # Classes for tasks have the transform of masked LM, but not its output.
         is_output = tensor.is_vocabulary and tensor.part == "masked_lm"
         if tensor.part not in parts or (head and is_output):
             continue
@@ -129,8 +129,8 @@ def export_tensors(
             value = value[tensor.layer]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
-        if first is not None and cfg.position_offset and "position" in tensor.path:
-            added = first - cfg.position_offset  # unused rows before the first position
+        if position is not None and cfg.position_offset and "position" in tensor.path:
+            added = position - cfg.position_offset  # unused rows before the first position
             value = np.pad(value, ((max(added, 0), 0), (0, 0)))[max(-added, 0) :]
         name = tensor.name.removeprefix(prefix)
         value = value.T if tensor.is_kernel else value
@@ -172,8 +172,8 @@ def export_lora(lora: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
     outputs].
 
     Returns:
-      float32 [n rank, inputs] and [outputs, n rank] for a tensor of n concatenated kernels. Each
-      kernel has its own ranks, which add nothing to the rows of the other kernels.
+      float32 [n rank, inputs] and [outputs, n rank] for a tensor of n concatenated kernels.
+      The latter is block-diagonal: each kernel has its own ranks.
     """
     tensors: dict[str, np.ndarray] = {}
     for tensor in names.HUGGING_FACE[names.family(cfg)].tensors(cfg):
@@ -198,7 +198,7 @@ def export_lora(lora: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
 def make_base(
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
-    stated: Model,
+    padded_model: Model,
     tokenizer: Tokenizer,
     file: epath.Path,
     source: str,
@@ -208,11 +208,11 @@ def make_base(
 
     Args:
       tensors: float32 by the names of `naming`, without copies.
-      stated: the shape in the configuration, including padding.
+      padded_model: the shape in the configuration, including padding.
       source: a description of where the tensors come from.
       report: prints the removed rows and the initialised parts.
     """
-    cfg = _without_padding(stated, tokenizer.size, tensors, naming, file, report)
+    cfg = _without_padding(padded_model, tokenizer.size, tensors, naming, file, report)
     params, missing = import_tensors(tensors, cfg, str(file), naming)
     if missing:
         # A constant seed: the same source makes the same base.
@@ -226,7 +226,7 @@ def make_base(
 
 
 def _without_padding(
-    stated: Model,
+    padded_model: Model,
     size: int,
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
@@ -234,7 +234,7 @@ def _without_padding(
     report: Report,
 ) -> Model:
     """Returns the model with the size of the vocabulary; later rows of tables are padding."""
-    name, rows = naming.word_embeddings, stated.vocab_size
+    name, rows = naming.word_embeddings, padded_model.vocab_size
     for table in (name, naming.output_bias):
         if table in tensors and tensors[table].shape[:1] != (rows,):
             raise InputError(
@@ -251,4 +251,4 @@ def _without_padding(
         line = f"the vocabulary has {size} tokens: rows {size} to {rows - 1} of the table left out"
         doubt = "; not a usual padding: check that the vocabulary belongs to these weights"
         report(line if is_usual else f"warning: {line}{doubt}")
-    return dataclasses.replace(stated, vocab_size=size)
+    return dataclasses.replace(padded_model, vocab_size=size)

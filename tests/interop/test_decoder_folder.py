@@ -38,7 +38,7 @@ def trained(kind, direction="left_to_right"):
 def test_what_is_exported_comes_back_as_it_was(kind, tmp_path):
     """Windows of a decoder count the token itself, so that they are two more."""
     before = trained(kind)
-    huggingface.export_weights(before, "causal_lm", "float32", epath.Path(tmp_path / "hf"))
+    huggingface.write_folder(before, "causal_lm", "float32", epath.Path(tmp_path / "hf"))
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (fields["model_type"], fields["architectures"][0]) == CLASSES[kind]
     assert fields["is_decoder"] if kind == "bert" else fields["local_attention"] == 18
@@ -59,9 +59,8 @@ def test_what_is_exported_comes_back_as_it_was(kind, tmp_path):
 )
 def test_a_class_that_would_read_otherwise_is_refused(kind, direction, wanted, instead, tmp_path):
     with pytest.raises(InputError, match=f"--as {wanted}: .*{instead}"):
-        huggingface.export_weights(
-            trained(kind, direction), wanted, "float32", epath.Path(tmp_path / "hf")
-        )
+        model, folder = trained(kind, direction), epath.Path(tmp_path / "hf")
+        huggingface.write_folder(model, wanted, "float32", folder)
     assert not list(tmp_path.iterdir())
 
 

@@ -184,7 +184,7 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     assert any("freshly initialised: masked_lm/" in line for line in said)
     broken.fails(f"predict --workdir {folder}/base [MASK]", "its masked_lm head is untrained")
     architecture = huggingface.ARCHITECTURES[names.family(base.model)]["masked_lm"]
-    text = card.write(LoadedModel.load_base(base, "x"), architecture, "float32", "x")
+    text = card.render(LoadedModel.load_base(base, "x"), architecture, "float32", "x")
     assert "Never trained, freshly initialised: masked_lm." in text
     head = base_lib.read(folder / "base").head
     np.testing.assert_array_equal(head.kernel, expected["head/kernel"])

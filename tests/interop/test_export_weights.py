@@ -84,7 +84,7 @@ def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy
     trained = LoadedModel.of(open_workdir("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
-        huggingface.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
+        huggingface.write_folder(trained, "encoder", "float32", epath.Path("made/hf"))
     assert not pathlib.Path("made").exists()
 
 
@@ -99,7 +99,7 @@ def test_positions_of_a_roberta_begin_behind_the_piece_of_the_padding(pad_id, tm
     params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
     ours, folder = params["encoder"]["embeddings"]["position"]["embedding"], tmp_path / "hf"
     loaded = LoadedModel(cfg, params, tokenizer_lib.WordPiece(pieces, "uncased"), name="x")
-    huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(folder))
+    huggingface.write_folder(loaded, "masked_lm", "float32", epath.Path(folder))
     says = json.loads((folder / "config.json").read_text())
     written = load_file(folder / "model.safetensors")
     theirs = written["roberta.embeddings.position_embeddings.weight"]
@@ -127,7 +127,8 @@ def test_a_card_keeps_to_itself_where_files_lie(copy_of_run):
     places = {"train": ("jsonl:/home/me/a.jsonl",), "validation": ("beir:/home/me/b:test",)}
     task, teacher = Task(kind="similar", **places), Vectors(loss="distil", teacher="/home/me/t.npz")
     tuned = Finetuning(name="x", task=task, vectors=teacher)
-    text = card.write(LoadedModel.of(open_workdir("run")), "BertModel", "float32", "x", tuned=tuned)
+    model = LoadedModel.of(open_workdir("run"))
+    text = card.render(model, "BertModel", "float32", "x", finetuning=tuned)
     assert "t.npz" in text and "/home" not in text
 
 
@@ -135,7 +136,7 @@ def test_hostile_names_are_code_in_the_model_card(copy_of_run):
     trained = LoadedModel.of(open_workdir("run"))
     hostile = "x`</script>\n# hello ![](http://evil)\x1b[31m|`"
     trained.name, trained.manifest["sources"][0]["file"] = hostile, hostile
-    text = card.write(trained, "BertModel", "float32", hostile)
+    text = card.render(trained, "BertModel", "float32", hostile)
     assert all(char.isprintable() or char == "\n" for char in text)
     headings = [line for line in text.split("\n") if line.startswith("#")]
     assert len(headings) == 5 and headings[0].startswith("# `x'")

@@ -59,7 +59,7 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
 @pytest.mark.long
 def test_what_is_exported_has_the_same_tensors_bit_for_bit(imported, tmp_path):
     _, tensors, _, loaded = imported
-    huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "out"))
+    huggingface.write_folder(loaded, "masked_lm", "float32", epath.Path(tmp_path / "out"))
     written = base.read_tensors(epath.Path(tmp_path / "out" / "model.safetensors"))
     assert written.keys() == tensors.keys()
     for name, value in tensors.items():  # rows of padding are left out
@@ -79,7 +79,7 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
     family, _, _, loaded = imported
     if family.endswith(("odd", "stretched")):
         pytest.skip("a second size of a family")
-    huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "whole"))
+    huggingface.write_folder(loaded, "masked_lm", "float32", epath.Path(tmp_path / "whole"))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text(json.dumps({"text": "\n".join(TEXTS[:2])}))
     (tmp_path / "words.txt").write_text("flabbergasting\n")

@@ -49,7 +49,7 @@ def trained():
 
 def write(folder, kind="masked_lm", **changes):
     """An exported folder, with fields of config.json changed."""
-    huggingface.export_weights(trained(), kind, "float32", epath.Path(folder))
+    huggingface.write_folder(trained(), kind, "float32", epath.Path(folder))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
@@ -125,5 +125,5 @@ def test_what_would_be_computed_otherwise_is_refused(changes, words, tmp_path):
 
 def test_they_have_no_class_with_a_next_sentence_head(tmp_path):
     with pytest.raises(InputError, match=r"--as pretraining.*masked_lm or encoder"):
-        huggingface.export_weights(trained(), "pretraining", "float32", epath.Path(tmp_path / "x"))
+        huggingface.write_folder(trained(), "pretraining", "float32", epath.Path(tmp_path / "x"))
     assert not (tmp_path / "x").exists()

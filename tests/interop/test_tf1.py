@@ -62,7 +62,7 @@ def test_every_number_of_every_variable_has_its_place(folder):
         (*tensor.path, tensor.layer): tensor.name for tensor in tf1.NAMING.tensors(base.model)
     }
     values = weights.export_tensors(base.params, base.model, "BertForPreTraining")
-    for tensor in names.tensors(base.model):
+    for tensor in names.bert_tensors(base.model):
         name = theirs[(*tensor.path, tensor.layer)]
         wanted = numbers(name)
         # Kernels lie as ours in TensorFlow, except the next sentence's.
@@ -99,12 +99,12 @@ INDEX, DATA = (f"tf1/bert_model.ckpt.{end}" for end in ("index", "data-00000-of-
 
 def without(monkeypatch, *beginnings: str) -> None:
     """As if the checkpoint had no variables with these beginnings."""
-    read = tf1.variables
+    read = tf1.read_variables
 
     def some(prefix, wanted):
         return {k: v for k, v in read(prefix, wanted).items() if not k.startswith(beginnings)}
 
-    monkeypatch.setattr(tf1, "variables", some)
+    monkeypatch.setattr(tf1, "read_variables", some)
 
 
 def config(**fields):
@@ -135,11 +135,11 @@ def test_what_does_not_fit_is_refused_in_one_line(name, folder):
 
 
 def test_a_variable_of_another_type_or_in_slices_is_named(folder, monkeypatch):
-    with pytest.raises(InputError, match="variable 'sliced' is cut in slices; save it whole"):
-        tf1.variables(epath.Path("tf1/sliced.ckpt"), lambda name: True)
-    read = tf1.variables
+    with pytest.raises(InputError, match="variable 'sliced' is sliced; save it whole"):
+        tf1.read_variables(epath.Path("tf1/sliced.ckpt"), lambda name: True)
+    read = tf1.read_variables
     halves = {QUERY: np.zeros((8, 8), np.float16)}
-    monkeypatch.setattr(tf1, "variables", lambda *args: read(*args) | halves)
+    monkeypatch.setattr(tf1, "read_variables", lambda *args: read(*args) | halves)
     words = (QUERY, "float16", "only float32")
     broken.refuses(broken.Case("halves", "import tf1/bert_model.ckpt --workdir base", words))
 
@@ -154,7 +154,7 @@ def test_a_flipped_bit_of_the_index_changes_no_number(at, bit, tmp_path_factory)
     content[at] ^= 1 << bit
     index.write_bytes(content)
     try:
-        found = tf1.variables(epath.Path(there / "bert_model.ckpt"), lambda name: True)
+        found = tf1.read_variables(epath.Path(there / "bert_model.ckpt"), lambda name: True)
     except InputError as error:
         assert "damaged" in str(error)
         return
