@@ -60,7 +60,7 @@ def run(finished_run, tmp_path_factory):
 
 
 def written(run: pathlib.Path) -> str:
-    text = page.render([Record.read(str(run))])
+    text = page.render_page([Record.read(str(run))])
     text.encode()  # it can be written
     return text
 

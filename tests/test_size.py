@@ -51,7 +51,7 @@ ABOVE = {
     "storage": 2_119,
     "tasks": 5_224,
     "text": 3_257,
-    "tools": 8_813,
+    "tools": 8_812,
     "training": 2_407,
     "benchmarks": 3_296,
     "experiments": 1_798,

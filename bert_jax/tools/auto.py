@@ -287,8 +287,8 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
     progress.report(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
     short = dataclasses.replace(experiment, run=run)
     quiet = Progress(LineConsole(quiet=True))
-    (lap,) = budget.laps(short, workdir.root / "timing", quiet, _TIMED)
-    return 1 / lap["steps_per_second"]
+    (timing,) = budget.time_phases(short, workdir.root / "timing", quiet, _TIMED)
+    return 1 / timing["steps_per_second"]
 
 
 def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) -> Experiment:

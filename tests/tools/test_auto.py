@@ -41,11 +41,11 @@ def timed(monkeypatch, rate):
     """Steps are done at this rate, and their times asked for are listed."""
     asked = []
 
-    def laps(experiment, *_):
+    def time_phases(experiment, *_):
         asked.append(experiment)
         return [{"steps_per_second": rate}]
 
-    monkeypatch.setattr(budget, "laps", laps)
+    monkeypatch.setattr(budget, "time_phases", time_phases)
     return asked
 
 

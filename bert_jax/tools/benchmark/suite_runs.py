@@ -43,7 +43,7 @@ from bert_jax.tools.benchmark import submission, suite_files
 from bert_jax.tools.benchmark.device_workers import DeviceWorkers, bytes_of_run
 from bert_jax.tools.benchmark.suite_files import CheckedTask
 from bert_jax.tools.compare import sweep
-from bert_jax.tools.compare.results import sha256
+from bert_jax.tools.compare.results import short_hash
 from bert_jax.tools.compare.sweep import SweepRun
 from bert_jax.tools.report import times
 
@@ -198,7 +198,7 @@ class Benchmark:
 
         If one is stopped, those after it are not started.
         """
-        members = list(sweep.products(axes))
+        members = list(sweep.combine_values(axes))
 
         def run(number: int) -> tuple[Entry | None, session.Outcome]:
             position = f"{number + 1} of {len(members)}"
@@ -217,7 +217,7 @@ class Benchmark:
         """Trains the run `name` unless its scores are stored; returns these, and how it ended."""
         overrides = [f"{path}={value}" for path, value in settings.items()]
         experiment = config.override(task.task.experiment, overrides)
-        key = sha256([sha256(experiment), start.key, task.examples_hash])
+        key = short_hash([short_hash(experiment), start.key, task.examples_hash])
         if key not in self._record["runs"]:
             if self._is_stopped:
                 return None, "stopped"

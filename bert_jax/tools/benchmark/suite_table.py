@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from bert_jax.storage.workdir import write_atomic
 from bert_jax.tools.benchmark.suite_runs import Benchmark, TaskResult
 from bert_jax.tools.report.figures import Figure, draw_dots
-from bert_jax.tools.report.render import PageTable, page
+from bert_jax.tools.report.render import PageTable, render_template
 
 _COLUMNS = ("task", "score", "runs", "mean", "deviation", "best", "minutes", "published dev")
 _COLUMNS += ("published test",)
@@ -56,15 +56,15 @@ def _rows(benchmark: Benchmark, text: Callable[[float], str], missing: str) -> I
 
 def _html(benchmark: Benchmark) -> str:
     figures = [Figure("Means", "Bars are standard deviations over seeds.", _dots(benchmark))]
-    return page(
+    return render_template(
         "table.html",
         title=benchmark.suite.name,
         about=f"rules {benchmark.rules}",
         heading="Scores of the validation examples",
         table=_table(benchmark),
         notes=_notes(benchmark),
-        details="Chosen settings, and the best run of each task",
-        rows=[_detail(result) for result in benchmark.results],
+        details_heading="Chosen settings, and the best run of each task",
+        details=[_detail(result) for result in benchmark.results],
         learning=[("", figures)] if any(result.seed_runs for result in benchmark.results) else [],
     )
 

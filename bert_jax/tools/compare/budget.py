@@ -48,26 +48,27 @@ def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float])
     return steps
 
 
-def laps(
-    experiment: Experiment, folder: epath.Path, progress: Progress, timed: int
+def time_phases(
+    experiment: Experiment, folder: epath.Path, progress: Progress, timed_steps: int
 ) -> list[dict[str, float]]:
-    """Trains for a few steps; returns the line of timings.jsonl of each phase's last `timed` steps.
+    """Trains for a few steps of each phase; returns the lines of timings.jsonl of the timed ones.
 
-    As many steps before them warm caches. Evaluations, saves and compiling are not counted, since
-    their frequency is not part of a recipe.
+    Before its timed steps, each phase takes as many steps that warm caches. Evaluations, saves and
+    compiling are not counted, since experiments may differ in how often they evaluate and save.
 
     Raises:
       MeasurementEnded: the run was asked to stop.
     """
-    phases = tuple(dataclasses.replace(p, steps=2 * timed) for p in experiment.phases)
-    never = 2 * timed * len(phases) + 1
+    phases = tuple(dataclasses.replace(p, steps=2 * timed_steps) for p in experiment.phases)
+    total = 2 * timed_steps * len(phases)
+    never = total + 1
     short = dataclasses.replace(
-        with_steps(experiment, never - 1),
+        with_steps(experiment, total),
         phases=phases,
         data=dataclasses.replace(experiment.data, eval_rows=8),
         run=dataclasses.replace(
             experiment.run,
-            **{"log_every": timed, "eval_every": never, "checkpoint_every": never},
+            **{"log_every": timed_steps, "eval_every": never, "checkpoint_every": never},
             **{"eval_batch_size": 8, "profile_steps": (), "probes": ()},
             **{"check_every": 0, "replay_every": 0, "trackers": ()},
         ),
@@ -81,8 +82,8 @@ def laps(
         trained = {x["step"]: x for x in JsonLines(workdir.timings).read() if x["kind"] == "train"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return [trained[2 * timed * number] for number in range(1, len(phases) + 1)]
+    return [trained[2 * timed_steps * number] for number in range(1, len(phases) + 1)]
 
 
 class MeasurementEnded(Exception):
-    """A short run ended early; the only argument is its outcome."""
+    """A short run ended early; the exception's only argument is the outcome."""

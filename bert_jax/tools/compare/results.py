@@ -1,8 +1,8 @@
-"""The values measured of a table's runs, stored in the table's folder.
+"""The values measured on a table's runs, stored in the table's folder.
 
-A value is stored under hashes of its inputs: settings with custom code, corpus, base and examples.
-So no value is measured twice, whatever else changes in the table or in the package, and values of
-other text are not shown.
+A value is stored under hashes of its inputs: settings, custom code, corpus, base and examples. So
+no value is measured twice, whatever else changes in the table or in the package, and a value that
+was measured with another corpus or other examples is not shown.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from bert_jax.tasks import adaptation, examples
 from bert_jax.tasks.probes import Probes
 from bert_jax.tools.report import render
 
-# Since 2 values are also stored under a hash of the text and the weights that were read.
+# Since version 2, keys of values include a hash of the text and the weights that were read.
 FORMAT_VERSION = 2
 # Minimal pairs that are scored for each run, equally many of each paradigm.
 PAIRS = 5_000
 _WHOLE_NUMBERS = ("cpu_seconds", "steps", "real_tokens")
 AGAIN = "* measured again: its text or its examples have changed since it was first measured"
-_OLDER = "it does not name its text; choose another --workdir, where everything is run again"
-_MEND = "remove it; all values are then measured again, and finished runs are kept"
+_OLDER = "it lacks hashes of the text; choose another --workdir, where everything is run again"
+_REMEDY = "remove it; all values are then measured again, and finished runs are kept"
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A quantity that is measured of each run."""
+    """A quantity that is measured on each run."""
 
     name: str  # as in table.columns
     title: str  # for people
@@ -48,8 +48,8 @@ class Column:
     @classmethod
     def all_of(cls, name: str) -> "list[Column]":
         """Reads a column, or those of a suite: suite:SUITE:FOLDER:TASK for each of its tasks."""
-        word, _, address = name.partition(":")
-        if word != "suite":
+        kind, _, address = name.partition(":")
+        if kind != "suite":
             return [cls.of(name)]
         address, *settings = address.split(" ")
         with prefix_errors(f"table.columns: {name}"):
@@ -58,7 +58,7 @@ class Column:
 
     @classmethod
     def of(cls, name: str) -> "Column":
-        """Reads the file of a task and its examples, so that errors are found before any run."""
+        """Returns a column; reads its task and examples, so that errors are found before a run."""
         kind, _, file = name.partition(":")
         if name in COLUMNS:
             return cls(name, COLUMNS[name])
@@ -81,8 +81,8 @@ class Column:
                 raise InputError("minimal pairs cannot be learned from; write probe:")
             else:
                 splits = (task.task.train, task.task.validation)
-                read = (examples.iterate(task.task, sources, "labelled") for sources in splits)
-                examples_hash = sha256([examples.sha256(split, ()) for split in read])
+                labelled = (examples.iterate(task.task, split, "labelled") for split in splits)
+                examples_hash = short_hash([examples.sha256(split, ()) for split in labelled])
                 title = f"{task.name}, fine-tuned"
         return cls(name, f"{title} ({task.task.main_score})", task, examples_hash[:16])
 
@@ -114,7 +114,7 @@ class TableRun:
     row: str  # name of the row
     seed: int
     experiment: Experiment  # with the table's steps and seed
-    read: str  # hash of the corpus and of the initial weights; "" before it is known
+    inputs: str  # hash of the corpus and of the initial weights; "" before it is known
     folder: epath.Path  # workdir of the run
 
 
@@ -125,10 +125,10 @@ class Results:
     table: Table
     root: epath.Path  # the table's folder, on this machine
     columns: list[Column]
-    # CPU seconds of a step of each phase, by `sha256` of the row's experiment.
+    # {`short_hash` of a row's experiment: CPU seconds of a step of each phase}.
     costs: dict[str, list[float]]
-    # [value, version of bert_jax, measured before on other text], by `hash_of` and a hash of the
-    # text, weights and examples. The value is None if the run does not learn the quantity.
+    # {`hash_of`: {hash of text, weights and examples: [value, version of bert_jax, whether it was
+    # measured on other ones before]}}. The value is None if the run does not learn the quantity.
     values: dict[str, dict[str, list[Any]]]
     # The runs, all rows with the first seed first; empty before their steps are known.
     members: list[TableRun] = dataclasses.field(default_factory=list)
@@ -153,7 +153,7 @@ class Results:
             names = {path.name for path in folder.iterdir()} if folder.exists() else set()
         record: dict[str, Any] = {"costs": {}, "values": {}}
         if "table.json" in names:
-            record = read_json(folder / "table.json", FORMAT_VERSION, _OLDER, _MEND)
+            record = read_json(folder / "table.json", FORMAT_VERSION, _OLDER, _REMEDY)
         elif names - {"lock"}:
             raise InputError(
                 f"{folder}: holds other files and no table; choose another folder with --workdir"
@@ -166,7 +166,7 @@ class Results:
             {
                 "row": member.row,
                 "seed": member.seed,
-                "read": member.read,
+                "read": member.inputs,
                 "steps": member.experiment.total_steps,
                 "values": {c.name: (self.find(member, c) or [None])[0] for c in self.columns},
             }
@@ -184,12 +184,12 @@ class Results:
     def find(self, member: TableRun, column: Column) -> list[Any]:
         """Returns the entry of `values` for a run and a column; [] if it was not measured yet."""
         entries = self.values.get(hash_of(column, member.experiment), {})
-        return entries.get(f"{member.read}{column.examples}", [])
+        return entries.get(f"{member.inputs}{column.examples}", [])
 
     def keep(self, member: TableRun, column: Column, value: float | None) -> None:
         """Stores a value of a run, and writes the table."""
         entries = self.values.setdefault(hash_of(column, member.experiment), {})
-        entries[f"{member.read}{column.examples}"] = [value, bert_jax.__version__, bool(entries)]
+        entries[f"{member.inputs}{column.examples}"] = [value, bert_jax.__version__, bool(entries)]
         self.write()
 
     def row_values(self, row: str, column: Column) -> list[list[Any]]:
@@ -205,7 +205,7 @@ class Results:
         return len(values), mean, error
 
     def cell(self, row: str, column: Column) -> str:
-        """Formats mean and error: "-" without a value, and a * as `AGAIN` explains."""
+        """Formats mean and error, or "-" without a value; a * refers to the footnote."""
         _, mean, error = self.mean(row, column)
         if math.isnan(mean):
             return "-"
@@ -222,8 +222,8 @@ class Results:
         return render.PageTable(["row", "runs", *headings], rows)
 
     @property
-    def again(self) -> str:
-        """Explains the marks in cells; "" if there are none."""
+    def footnote(self) -> str:
+        """The explanation of a * in cells; "" if there is none."""
         entries = (
             e for row in self.table.rows for c in self.columns for e in self.row_values(row.name, c)
         )
@@ -232,8 +232,8 @@ class Results:
     def lines(self) -> Iterator[str]:
         """Yields the table as text."""
         yield from self.page_table([column.heading for column in self.columns]).lines()
-        if self.again:
-            yield self.again
+        if self.footnote:
+            yield self.footnote
 
 
 @functools.cache
@@ -241,17 +241,17 @@ def hash_of(column: Column, experiment: Experiment) -> str:
     """Returns a hash of the settings on which a value depends."""
     sections = [experiment] if column.task is None else [experiment, column.task]
     name = column.name if REACH.fullmatch(column.name) else column.name.partition(":")[0]
-    return sha256([name, *map(_nondefault_fields, sections)])
+    return short_hash([name, *map(_nondefault_fields, sections)])
 
 
-def sha256(value: Any) -> str:
+def short_hash(value: Any) -> str:
     """Returns the first 16 digits of a hash of a section's identity fields, or of a JSON value."""
     value = _nondefault_fields(value) if isinstance(value, Section) else value
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _nondefault_fields(section: Any) -> list[Any]:
-    """Lists identity fields without a default or with another value, except the section's name.
+    """Lists identity fields that differ from their defaults, except the section's name.
 
     So a field that a later version adds does not change the hash.
     """
@@ -261,7 +261,7 @@ def _nondefault_fields(section: Any) -> list[Any]:
         if f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
         role = value.role if isinstance(value, Section) else section.role
-        # The name of an optimizer has a default, so it is not a label.
+        # A name with a default is a setting, such as the optimizer's, and not a label.
         is_label = f.name == "name" and default is dataclasses.MISSING
         if value == default or role != "identity" or is_label:
             continue

@@ -1,4 +1,4 @@
-"""Does the runs of a table, one after the other, and measures them.
+"""Trains the runs of a table, one after the other, and measures them.
 
 W/table.json      measured values, and the costs that set the numbers of steps
 W/table.txt       means and standard errors; also as table.csv, and with plots as table.html
@@ -31,33 +31,33 @@ from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tasks.probes import Probes, score_probes
 from bert_jax.tools.compare import budget, table_files
-from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, sha256
+from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, short_hash
 from bert_jax.tools.report import times
 from bert_jax.tools.report.run_record import Record
 
-# Times that the steps of each row are timed, row after row; the fastest time counts.
+# How often the steps of each row are timed, row after row; the fastest time counts.
 _ROUNDS = 2
 # Steps of each phase that are timed, after as many that warm caches.
 _TIMED = 25
 
 
 class Comparison:
-    """Does the runs of a table."""
+    """Trains the runs of a table."""
 
     def __init__(self, results: Results, progress: Progress):
         self._results, self._table, self._root = results, results.table, results.root
         self._progress = progress
         # {row: (folder of its corpus, hash of the corpus and of the initial weights)}.
-        self._read: dict[str, tuple[str, str]] = {}
+        self._inputs: dict[str, tuple[str, str]] = {}
         if not self._table.cpu_seconds:
             self._set_members()
 
     def run(self) -> session.Outcome:
-        """Does the missing runs, and writes the table after each of them.
+        """Trains the missing runs, and writes the table after each of them.
 
-        The others are done even if a run fails.
+        If a run fails, the remaining ones are trained nevertheless.
         """
-        self._results.write()  # marks the folder as a table's
+        self._results.write()  # so that the folder is known as a table's if this is killed
         self._prepare()
         if self._table.cpu_seconds:
             try:
@@ -73,7 +73,7 @@ class Comparison:
                 self._progress.report(f"compare {progress}")
                 outcomes.append(self._run_member(member))
                 table_files.write(self._results)
-                # Frees programs of finished rows; each garbage collection would search them.
+                # Frees compiled programs, which would slow down each garbage collection.
                 jax.clear_caches()
                 if outcomes[-1] == "stopped":
                     return "stopped"
@@ -82,7 +82,7 @@ class Comparison:
     # --- runs -------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Makes or finds the corpora; makes a further corpus if the text has changed since."""
+        """Finds or makes the corpora; if the text of a corpus has changed, makes another one."""
         for row in self._table.rows:
             experiment, number, manifest = self._experiment(row), 1, None
             folder, size = experiment.run.corpus_dir, experiment.model.vocab_size
@@ -93,13 +93,15 @@ class Comparison:
                 except corpus.Changed as error:
                     if row.experiment.run.corpus_dir:
                         raise
-                    self._progress.report(f"compare: {str(error).partition(';')[0]}; runs restart")
+                    changed = str(error).partition(";")[0]
+                    self._progress.report(f"compare: {changed}; runs start again from step 0")
                     number += 1
                     folder = f"{experiment.run.corpus_dir}-{number}"
+            # dataset/ holds the same documents as stream/.
             files = [(k, v) for k, v in manifest["files"].items() if not k.startswith("dataset/")]
             base = hash_weights(epath.Path(experiment.init_from)) if experiment.init_from else ""
-            read = sha256([files, manifest.get("documents_of_sources"), base])
-            self._read[row.name] = folder, read
+            inputs = short_hash([files, manifest.get("documents_of_sources"), base])
+            self._inputs[row.name] = folder, inputs
 
     def _set_members(self) -> None:
         self._results.members = []
@@ -107,16 +109,16 @@ class Comparison:
             for row in self._table.rows:
                 with prefix_errors(f"row {row.name}"):
                     experiment = dataclasses.replace(self._with_steps(row), seed=seed)
-                _, read = self._read.get(row.name, ("", ""))
-                name = f"{row.name}-{seed}-{sha256([sha256(experiment), read])[:8]}"
+                _, inputs = self._inputs.get(row.name, ("", ""))
+                name = f"{row.name}-{seed}-{short_hash([short_hash(experiment), inputs])[:8]}"
                 folder = self._root / "runs" / name
-                self._results.members.append(TableRun(row.name, seed, experiment, read, folder))
+                self._results.members.append(TableRun(row.name, seed, experiment, inputs, folder))
 
     def _experiment(self, row: Row) -> Experiment:
         """Returns the experiment of a row, with a corpus folder that equal corpora share."""
         experiment = row.experiment
-        name = sha256([sha256(experiment.corpus), experiment.model.vocab_size])
-        shared, _ = self._read.get(row.name, (os.fspath(self._root / "corpora" / name), ""))
+        name = short_hash([short_hash(experiment.corpus), experiment.model.vocab_size])
+        shared, _ = self._inputs.get(row.name, (os.fspath(self._root / "corpora" / name), ""))
         run = dataclasses.replace(
             experiment.run,
             corpus_dir=experiment.run.corpus_dir or shared,
@@ -129,21 +131,21 @@ class Comparison:
         """Returns the experiment of a row, with the steps of the table's budget."""
         experiment, steps = self._experiment(row), self._table.steps
         if self._table.cpu_seconds:
-            costs = self._results.costs[sha256(experiment)]
+            costs = self._results.costs[short_hash(experiment)]
             steps = budget.steps_within(experiment, self._table.cpu_seconds, costs)
         return budget.with_steps(experiment, steps) if steps else experiment
 
     def _time(self) -> None:
         """Times the steps of rows whose costs are not known."""
-        rows = {sha256(self._experiment(row)): row for row in self._table.rows}
+        rows = {short_hash(self._experiment(row)): row for row in self._table.rows}
         missing = {key: row for key, row in rows.items() if key not in self._results.costs}
         costs: dict[str, list[float]] = {}
         for number in range(_ROUNDS if missing else 0):
             for key, row in missing.items():
                 self._progress.report(f"compare: timing {row.name}, {number + 1} of {_ROUNDS}")
                 folder = self._root / "timing"
-                laps = budget.laps(self._experiment(row), folder, self._progress, _TIMED)
-                cost = [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in laps]
+                lines = budget.time_phases(self._experiment(row), folder, self._progress, _TIMED)
+                cost = [max(line["cpu_seconds"], 1e-9) / line["steps"] for line in lines]
                 costs[key] = [min(pair) for pair in zip(costs.get(key, cost), cost, strict=True)]
                 jax.clear_caches()
         self._results.costs |= costs
@@ -178,17 +180,15 @@ class Comparison:
         self, column: Column, task: Finetuning, member: TableRun
     ) -> tuple[session.Outcome, float | None]:
         task = dataclasses.replace(task, seed=member.seed)
-        name = f"{task.name}-{sha256([sha256(task), column.examples])[:8]}"
+        name = f"{task.name}-{short_hash([short_hash(task), column.examples])[:8]}"
         folder = self._root / "tasks" / member.folder.name / name
-        base = os.fspath(member.folder)
-        outcome = finetune(task, base, os.fspath(folder), self._progress)
+        outcome = finetune(task, os.fspath(member.folder), os.fspath(folder), self._progress)
         if outcome != "finished":
             return outcome, None
         return outcome, Record.read(os.fspath(folder)).evaluation[-1]["score"]
 
     def _missing_columns(self, member: TableRun) -> list[Column]:
-        columns = self._results.columns
-        return [column for column in columns if not self._results.find(member, column)]
+        return [c for c in self._results.columns if not self._results.find(member, c)]
 
     def _write(self) -> None:
         self._results.write()
@@ -217,7 +217,7 @@ def _measure(name: str, record: Record) -> float | None:
     return last.get(f"{losses.find_task(last, objectives)}_{metric}")
 
 
-# {column: (names of the objectives, the metric)}, to find the column in a line of metrics.jsonl.
+# {column: (pre-training tasks, metric)}: the column is a line's TASK_METRIC of one of these tasks.
 _METRICS = {
     "loss": (losses.TOKENS, "loss"),
     "accuracy": (losses.TOKENS, "accuracy"),
@@ -230,8 +230,8 @@ def _seconds_to_reach(nat: float, record: Record) -> float | None:
 
     Losses are interpolated linearly between evaluations.
     """
-    spent = times.totals(record.laps, lambda lap: lap["cpu_seconds"] / max(lap["steps"], 1))
-    before = (0, 0.0)
+    spent = times.cumulate(record.windows, lambda x: x["cpu_seconds"] / max(x["steps"], 1))
+    before = (0, 0.0)  # step 0 counts as at the baseline, whether it was evaluated or not
     for line in record.evaluation:
         below = line["unigram_loss"] - losses.token_metrics(line)[0]
         if line["step"] and below >= nat:
@@ -242,7 +242,7 @@ def _seconds_to_reach(nat: float, record: Record) -> float | None:
 
 
 def _real_tokens(record: Record) -> float:
-    """Returns the number of positions without padding, over all steps."""
+    """Returns the number of positions that are not padding, over all steps."""
     total, before, experiment = 0.0, 0, record.experiment
     assert isinstance(experiment, Experiment)  # a table's runs pre-train
     for line in record.train:

@@ -40,11 +40,11 @@ class SweepRun(NamedTuple):
     origin: dict[str, Any]  # see session.run
 
 
-def products(axes: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields all products of the values of `axes`, each FIELD=V1,V2.
+def combine_values(axes: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields each combination of the values of `axes`, each FIELD=V1,V2.
 
     Yields:
-      (the name of a folder for it, {field: value}).
+      (the name of its folder, {field: value}).
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
@@ -66,12 +66,12 @@ def products(axes: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[SweepRun]:
-    """Returns the runs of a sweep: all products of the values.
+    """Returns the runs of a sweep: all combinations of the values.
 
     Each of `axes` is FIELD=V1,V2; `settings` apply to all runs.
     """
     runs: dict[str, SweepRun] = {}
-    for folder, swept in products(axes):
+    for folder, swept in combine_values(axes):
         if folder in runs:
             raise InputError(f"--sweep: two runs would both lie in {folder}; sweep other values")
         overrides = [*settings, *(f"{field}={value}" for field, value in swept.items())]
@@ -84,7 +84,7 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Swe
 def run_member(
     member: SweepRun, base: str | None, workdir: epath.Path, progress: Progress
 ) -> tuple[session.Outcome, list[dict[str, Any]]]:
-    """Does a run of a sweep unless it is finished.
+    """Trains a run of a sweep unless it is finished.
 
     Returns:
       How it ended, and its lines of metrics.jsonl with scores.
@@ -98,12 +98,11 @@ def run_member(
 def run(
     sweep: list[SweepRun], base: str | None, root: str | None, progress: Progress
 ) -> session.Outcome:
-    """Does the missing runs of a sweep, and prints the scores.
+    """Trains the missing runs of a sweep, and prints the scores.
 
-    The others are done even if a run fails, for example because it diverges.
-
-    `base` is a base or a run; by default the experiment's. `root` is the folder of the runs; by
-    default runs/NAME-sweep.
+    If a run fails, for example because it diverges, the remaining ones are trained nevertheless.
+    `base` names a base or a run; None: the base that the experiment names. `root` is the folder of
+    the runs; None: runs/NAME-sweep.
     """
     folder = epath.Path(root or f"runs/{sweep[0].experiment.name}-sweep")
     names = storage_of(folder).names(folder)
@@ -163,7 +162,7 @@ def table(record: dict[str, Any]) -> Iterator[str]:
             cells = [last["step"], _format(last["score"]), _format(best["score"]), best["step"]]
         rows.append([*run["settings"].values(), *map(str, cells)])
     yield f"{record['score']} on the validation examples, of the last evaluation and of the best:"
-    yield from PageTable([*runs[0]["settings"], "step", "last", "best", "of step"], rows, 0).lines()
+    yield from PageTable([*runs[0]["settings"], "step", "last", "best", "at step"], rows, 0).lines()
     rows = [
         [*group["settings"].values(), str(group["runs"])]
         + [_format(group[name]) for name in ("mean", "deviation")]

@@ -9,7 +9,7 @@ from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.compare.results import Results
 from bert_jax.tools.report import curves, run_comparison
 from bert_jax.tools.report.figures import Figure, draw_all, draw_dots
-from bert_jax.tools.report.render import PageTable, page
+from bert_jax.tools.report.render import PageTable, render_template
 from bert_jax.tools.report.run_record import Record
 
 
@@ -36,30 +36,30 @@ def _csv(results: Results) -> str:
 
 
 def _html(results: Results) -> str:
-    rows, before = [], None
+    details, before = [], None
     for row in results.table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         changed = [line for line in changed if not line.startswith("name: ")]
-        origin = {f"text {member.read}" for member in results.members if member.row == row.name}
+        inputs = {f"text {member.inputs}" for member in results.members if member.row == row.name}
         entries = (entry for c in results.columns for entry in results.row_values(row.name, c))
-        origin |= {f"measured by bert-jax {version}" for _, version, _ in entries}
-        rows.append({"name": row.name, "lines": changed, "origin": sorted(origin, reverse=True)})
+        inputs |= {f"measured by bert-jax {version}" for _, version, _ in entries}
+        details.append({"name": row.name, "lines": changed, "origin": sorted(inputs, reverse=True)})
         before = row.experiment
-    rows += [
+    details += [
         {"name": column.title, "lines": [], "origin": [f"examples {column.examples}"]}
         for column in results.columns
         if column.examples
     ]
     figures = [*_dots(results), *_curves(results)]
-    return page(
+    return render_template(
         "table.html",
         title=results.table.name,
         about=_describe_budget(results.table),
         heading="Means and standard errors over seeds",
         table=results.page_table([column.title for column in results.columns]),
-        notes=[results.again] if results.again else [],
-        details="Changes of each row against the previous row, and the data it was measured on",
-        rows=rows,
+        notes=[results.footnote] if results.footnote else [],
+        details_heading="What each row changes from the previous row, and the data of its values",
+        details=details,
         learning=[("", figures)] if figures else [],
     )
 
@@ -74,7 +74,7 @@ def _describe_budget(table: Table) -> str:
 
 
 def _dots(results: Results) -> list[Figure]:
-    """Returns a picture of each column: means and errors, a line for each row."""
+    """Returns a picture of each column: means and errors of each row."""
     pictures = []
     for number, column in enumerate(results.columns):
         means = {row.name: results.mean(row.name, column) for row in results.table.rows}
@@ -99,7 +99,7 @@ def _curves(results: Results) -> list[Figure]:
     plots = []
     axes = [axis for axis in run_comparison.AXES if axis.name in ("steps", "CPU seconds")]
     for axis in axes:
-        if all(axis.cumulate(record) for record in records):
-            # The first plot shows held-out losses of masked tokens.
+        if all(axis.converter(record) for record in records):
+            # The first plot that is not empty shows the held-out losses.
             plots += [plot for plot in curves.learning_plots(records, axis) if not plot.empty][:1]
     return draw_all(plots, (), "curve")

@@ -31,16 +31,16 @@ _PAIRS = (
 _OTHER_ROWS = "Held-out rows differ, so losses in nat are not comparable: see above."
 _OVERCONFIDENT = "A held-out loss that rises while scores stay high shows an overconfident model."
 _PROBED = "The score of a linear layer on the frozen encoder. Dashed: without the encoder."
-_USEFUL = (
-    "Useful matrix operations, as a share of the devices' peak; on a CPU, of a large product timed "
-    "at the start of the run. If other work slows that product, shares are too high, even over "
-    "100 %."
+_UTILISATION = (
+    "The rate of useful matrix operations, as a share of the devices' peak rate; on a CPU, as a "
+    "share of the rate of a large matrix product at the start of the run. If other work slows down "
+    "that product, the shares are too high, even over 100 %."
 )
-# Names in a line of scores that are no scores.
-_NO_SCORES = ("step", "kind", "loss", "score", "examples", "no_answer_threshold")
+# Fields of a line of scores that are not scores.
+_NOT_SCORES = ("step", "kind", "loss", "score", "examples", "no_answer_threshold")
 _LAYERS = (
-    "Score of a linear layer on each layer, beyond a guess, as a share of that on the best layer; "
-    "layer 0 is the embeddings."
+    "Score of a linear layer on each layer, minus the score of guessing, as a share of the best "
+    "layer's; layer 0 is the embeddings."
 )
 
 
@@ -52,38 +52,38 @@ def learning_plots(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot
     # Runs with the same label have the same colour.
     colours = {label: i for i, label in enumerate(dict.fromkeys(r.label for r in records))}
     differ = run_comparison.explain_losses(records)
-    trains = not differ and not run_comparison.masks_differ(records)
-    held_out, spent = map(_held_out, records), [axis.cumulate(record) for record in records]
-    runs = [*zip(records, held_out, spent, strict=True)]
+    compares_training = not differ and not run_comparison.masks_differ(records)
+    runs = [(record, _held_out(record), axis.converter(record)) for record in records]
 
     def plot(
-        title: str, name: str, note: str = "", error: str = "", of: type = Experiment, **look: Any
+        title: str, name: str, note: str = "", error: str = "", kind: type = Experiment, **look: Any
     ) -> Plot:
         curves, labelled = [], set[str]()
-        for record, evaluations, x in runs:
-            train = record.train if trains or of is Finetuning else []
-            kinds = (("training", train), ("held-out", evaluations))
-            for number, (label, lines) in enumerate(kinds):
-                colour, style = number, ("line", "points")[number]
+        for record, evaluations, convert in runs:
+            if not isinstance(record.experiment, kind):
+                continue
+            train = record.train if compares_training or kind is Finetuning else []
+            parts = ((train, "training", "line", ""), (evaluations, "held-out", "points", error))
+            for colour, (lines, label, style, bars) in enumerate(parts):
                 if len(records) > 1:
                     label, colour = record.label, colours[record.label]
                     style = style if colour < len(figures.COLOURS) else "dashes"
-                drawn = curve(lines, name, label, colour, style, error if number else "")
-                if len(drawn.x) and isinstance(record.experiment, of):
-                    assert x is not None  # all runs have the axis
+                drawn = curve(lines, name, label, colour, style, bars)
+                if len(drawn.x):
+                    assert convert is not None  # all runs have the axis
                     legend = "" if label in labelled else label
-                    curves.append(dataclasses.replace(drawn, x=x(drawn.x), label=legend))
+                    curves.append(dataclasses.replace(drawn, x=convert(drawn.x), label=legend))
                     labelled.add(label)
         return Plot(title, curves, x_label=axis.name, note=note, **look)
 
-    newest: Line = {}
+    newest: Line = {}  # fields of the newest evaluations of all pre-trainings
     for record in records:
         if record.evaluation and isinstance(record.experiment, Experiment):
             newest |= record.evaluation[-1]
     plots = []
     if differ:
-        plots.append(plot("Nats below its own unigram baseline", "below", _OTHER_ROWS))
-        plots.append(plot("Token accuracy", "right", scale="percent"))
+        plots.append(plot("Nats below its own unigram baseline", "below_unigrams", _OTHER_ROWS))
+        plots.append(plot("Token accuracy", "token_accuracy", scale="percent"))
     for task, name in (losses.PAIRS if differ else losses.TOKENS | losses.PAIRS).items():
         is_pair, title = task in losses.PAIRS, name[0].upper() + name[1:]
         title = title.replace(" ", "-") if is_pair else title
@@ -106,20 +106,21 @@ def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> l
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
     guesses = [record.newest_line("task").get("guess") for record in tuned]
-    levels = [(guess[1], "guessing") for guess in guesses[:1] if guess]
+    levels = [(score, "guessing") for _answer, score in filter(None, guesses[:1])]
     note = run_comparison.explain_scores(records)
     if levels and not note:
         note = "Dashed: the best score of an answer that ignores the text."
     plots = [
-        plot(f"Validation score: {main}", "score", note, of=Finetuning, levels=levels),
-        plot("Loss", "loss", _OVERCONFIDENT, of=Finetuning),
+        plot(f"Validation score: {main}", "score", note, kind=Finetuning, levels=levels),
+        plot("Loss", "loss", _OVERCONFIDENT, kind=Finetuning),
     ]
     names = [name for record in tuned[:1] for name in score_names(record)]
-    if names[:1] != ["accuracy"]:  # the main score is drawn above; training, too, has an accuracy
+    # The main score is drawn above. Accuracy is drawn again, since training lines have it, too.
+    if names[:1] != ["accuracy"]:
         names = names[1:]
     for name in names:
         scale, title = "percent" if name == "accuracy" else "linear", name.replace("_", " ")
-        plots.append(plot(title.capitalize(), name, of=Finetuning, scale=scale))
+        plots.append(plot(title.capitalize(), name, kind=Finetuning, scale=scale))
     return plots
 
 
@@ -140,11 +141,11 @@ def score_names(record: Record) -> list[str]:
     """Returns the names of a fine-tuning's scores, the main one first."""
     assert isinstance(record.experiment, Finetuning)
     newest, main = (record.evaluation or [{}])[-1], record.experiment.task.main_score
-    return sorted((name for name in newest if name not in _NO_SCORES), key=lambda n: n != main)
+    return sorted((name for name in newest if name not in _NOT_SCORES), key=lambda n: n != main)
 
 
 def _held_out(record: Record) -> list[Line]:
-    """Returns lines of evaluations and probes; adds metrics that compare on other held-out rows."""
+    """Returns lines of evaluations and probes; adds metrics comparable on other held-out rows."""
     probes = [
         {"step": line["step"]} | {f"probe {name}": x for name, x in line["scores"].items()}
         for line in record.probes
@@ -154,7 +155,7 @@ def _held_out(record: Record) -> list[Line]:
         comparable = {}
         if losses.find_task(line, losses.TOKENS):
             loss, accuracy = losses.token_metrics(line)
-            comparable = {"below": line["unigram_loss"] - loss, "right": accuracy}
+            comparable = {"below_unigrams": line["unigram_loss"] - loss, "token_accuracy": accuracy}
         lines.append(line | comparable)
     return lines + probes
 
@@ -163,11 +164,11 @@ def _custom_metrics(line: Line) -> list[str]:
     """Returns the names of an evaluation's metrics that come from a custom objective."""
     known = ("step", "kind", "unigram_loss", "perplexity", "rows")
     names = [name for name in line if name not in known and not losses.is_known(name)]
-    return names if len(names) > 1 else []  # a single name is the loss of a known objective
+    return names if len(names) > 1 else []  # `loss` alone is the loss of a known objective
 
 
 def _minimal_pairs(record: Record) -> list[Plot]:
-    """Returns a plot for each task of minimal pairs: its accuracy over all pairs, and by field."""
+    """Returns a plot for each task of minimal pairs: accuracy on all, and by linguistic field."""
     lines = [line for line in record.probes if "minimal_pairs" in line]
     tasks = dict.fromkeys(task for line in lines for task in line["minimal_pairs"])
     plots = []
@@ -179,16 +180,16 @@ def _minimal_pairs(record: Record) -> list[Plot]:
         for colour, name in enumerate(fields, 1):
             by_field = [{"step": s["step"]} | s["fields"].get(name, {}) for s in scores]
             curves.append(curve(by_field, "accuracy", name, colour, "points", "error"))
-        note = "Share of pairs whose acceptable text is the likelier one; bars are errors."
+        note = "Share of pairs whose acceptable text is the likelier one; bars are standard errors."
         title, chance = f"Minimal pairs {task}", [(0.5, "chance")]
         plots.append(Plot(title, curves, chance, "percent", note=note))
     return plots
 
 
-def layer_plot(record: dict[str, Any]) -> Plot:
-    """Returns a plot of the layers' scores; see `tools.layer_scores.score_layers`."""
+def layer_plot(layer_scores: dict[str, Any]) -> Plot:
+    """Returns a plot of the result of `tools.layer_scores.score_layers`, which may be empty."""
     curves = []
-    for number, task in enumerate(record.get("tasks", ())):
+    for number, task in enumerate(layer_scores.get("tasks", ())):
         scores, guess = task["scores"], task["guess"]
         best = max(*scores, guess) - guess
         shares = [(score - guess) / best if best else 0.0 for score in scores]
@@ -205,22 +206,21 @@ def step_plots(*records: Record) -> list[Plot]:
     single, optimizer = len(records) == 1, records[0].experiment.optimizer
     clips = [(optimizer.clip_norm, "clip")] if single and optimizer.clip == "global" else []
 
-    def make_curves(lines: Literal["train", "laps"], name: str, padded: str = "") -> list[Curve]:
-        names = {name: "without padding", padded: "with padding"} if padded else {name: ""}
-        return [
-            curve(getattr(record, lines), key, label if single else record.label, i + j)
-            for i, record in enumerate(records)
-            for j, (key, label) in enumerate(names.items() if single else [(name, "")])
-        ]
+    def make_curves(kind: Literal["train", "windows"], name: str, padded: str = "") -> list[Curve]:
+        if not single:
+            return [curve(getattr(r, kind), name, r.label, i) for i, r in enumerate(records)]
+        labels = {name: "without padding", padded: "with padding"} if padded else {name: ""}
+        lines = getattr(records[0], kind)
+        return [curve(lines, key, label, i) for i, (key, label) in enumerate(labels.items())]
 
-    tokens = make_curves("laps", "real_tokens_per_second", "tokens_per_second")
-    used = make_curves("laps", "real_utilisation", "utilisation")
+    tokens = make_curves("windows", "real_tokens_per_second", "tokens_per_second")
+    used = make_curves("windows", "real_utilisation", "utilisation")
     norms, note = make_curves("train", "gradient_norm"), "Mean norm of the steps, before clipping."
     return [
         Plot("Learning rate", make_curves("train", "learning_rate")),
         Plot("Gradient norm", norms, clips, scale="log", note=note),
         Plot("Tokens per second", tokens, note="Over training steps and their waits for data."),
-        Plot("Utilisation", used, scale="percent", note=_USEFUL),
+        Plot("Utilisation", used, scale="percent", note=_UTILISATION),
     ]
 
 

@@ -1,6 +1,6 @@
 """Draws the figures of a report with Matplotlib, as inline SVG.
 
-SVG by Matplotlib needs no script: the page opens anywhere, even in a mail, and under a
+SVG by Matplotlib needs no script: the page opens anywhere, even in an email, and under a
 Content-Security-Policy without scripts. Colours are CSS variables, so that one picture suits a
 light and a dark page.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
+from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 # Maximum number of points of a curve; each is the mean of the points that it replaces.
@@ -87,7 +87,7 @@ def _axes(
 ) -> Iterator[Axes]:
     """Yields the axes of a new picture in the page's style."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        axes = Canvas(figsize=size, layout="constrained").add_subplot()
+        axes = MatplotlibFigure(figsize=size, layout="constrained").add_subplot()
         if grid:
             axes.grid(axis=grid)
             axes.set_axisbelow(True)
@@ -135,13 +135,13 @@ def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
 def draw_dots(
     names: Sequence[str], values: Sequence[float], errors: Sequence[float], name: str
 ) -> str:
-    """Returns a line with a point and an error bar for each value, from the top, as <svg>."""
+    """Returns a dot plot as <svg>: from the top, a row for each value, with its error bar."""
     with _axes(name, (_SIZE[0], 0.6 + 0.26 * len(names)), grid="x") as axes:
-        lines = range(len(names))
+        rows = range(len(names))
         axes.errorbar(
-            values, lines, xerr=errors, color=COLOURS[0], linestyle="", marker="o", markersize=4
+            values, rows, xerr=errors, color=COLOURS[0], linestyle="", marker="o", markersize=4
         )
-        axes.set_yticks(lines, names)
+        axes.set_yticks(rows, names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(_NUMBER)
@@ -174,8 +174,8 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     axes.plot(x, y, color=colour, label=label, marker=marker, markersize=3, linestyle=line)
 
 
-def short(value: float, _: object = None) -> str:
-    """Formats a number: 12000 as 12k, 0.0001 as 1e-4."""
+def format_short(value: float, _position: object = None) -> str:
+    """Formats a number: 12000 as 12k, 0.0001 as 1e-4. Matplotlib also passes its position."""
     if value == 0:
         return "0"
     for limit, letter in _LETTERS:
@@ -187,14 +187,14 @@ def short(value: float, _: object = None) -> str:
 
 
 _LETTERS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_NUMBER = FuncFormatter(short)
+_NUMBER = FuncFormatter(format_short)
 _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 
 
 def _svg(axes: Axes) -> str:
     """Returns the <svg> element with the page's colours; its ids depend on the picture's name."""
     buffer = io.StringIO()
-    assert isinstance(axes.figure, Canvas)  # as made by `_axes`
+    assert isinstance(axes.figure, MatplotlibFigure)  # as made by `_axes`
     axes.figure.savefig(
         buffer,
         format="svg",
@@ -213,17 +213,17 @@ def _svg(axes: Axes) -> str:
 
 
 def draw_maps(maps: np.ndarray, name: str) -> str:
-    """Returns attention maps as an <svg> element: a line of squares for each layer, from the top.
+    """Returns attention maps as an <svg> element: a row of squares for each layer, from the top.
 
     `maps` is float [L, H, S, S]: the attention of each token to all tokens.
     """
     layers, heads, size, _ = maps.shape
     side = size + max(1, size // 12)  # with the gap between squares
     gaps = [(0, 0), (0, 0), (0, side - size), (0, side - size)]
-    squares = np.pad(maps**0.5, gaps, constant_values=np.nan)
-    canvas = squares.swapaxes(1, 2).reshape(layers * side, heads * side)
+    squares = np.pad(maps**0.5, gaps, constant_values=np.nan)  # the root shows weak attention
+    image = squares.swapaxes(1, 2).reshape(layers * side, heads * side)
     with _axes(name, (0.6 + 0.75 * heads, 0.6 + 0.75 * layers)) as axes:
-        axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         middle = (size - 1) / 2
         axes.set_xticks(np.arange(heads) * side + middle, [*map(str, range(heads))])
         axes.set_yticks(np.arange(layers) * side + middle, [*map(str, range(1, layers + 1))])

@@ -22,11 +22,11 @@ from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.report import curves, figures, run_comparison, times
 from bert_jax.tools.report.figures import Figure
-from bert_jax.tools.report.render import PageTable, page, percent
+from bert_jax.tools.report.render import PageTable, percent, render_template
 from bert_jax.tools.report.run_record import Line, Record, corpus_statistics
 
 # Numbers of evaluations and of sample predictions in the tables, spread over the run.
-_ROWS = 8
+_EVALUATIONS = 8
 _PREDICTIONS = 5
 
 
@@ -61,17 +61,17 @@ def write(
         prefix = f"{record.label}: " if len(records) > 1 else ""
         if record.reason:
             log(f"{prefix}{record.state} at step {record.steps_done:,}: {printable(record.reason)}")
-        log(prefix + record.goodput.line(price_per_chip_hour))
+        log(prefix + record.goodput.describe(price_per_chip_hour))
 
 
 def _require_undamaged(record: Record) -> None:
-    """Raises InputError for files whose lines differ from those of the newest checkpoint."""
+    """Raises InputError if lines have changed since the newest checkpoint was saved."""
     workdir, metadata = record.workdir, dict[str, Any]()
     with contextlib.suppress(InputError):  # a page does not need checkpoints
         checkpoints = Checkpoints(workdir.checkpoints)
         metadata = checkpoints.metadata(checkpoints.find_step("newest"))
-    for name, written in metadata.get("lines", {}).items():
-        if damage := JsonLines(workdir.root / name).find_damage(metadata["step"], written):
+    for name, tally in metadata.get("lines", {}).items():
+        if damage := JsonLines(workdir.root / name).find_damage(metadata["step"], tally):
             raise InputError(
                 f"{workdir.address}/{name}: {damage}; restore the whole file, or remove it to "
                 "continue without its lines"
@@ -83,7 +83,7 @@ def _write_page(
 ) -> int | None:
     """Writes the page; returns the seconds after which to write it again, or None."""
     refresh = every if any(record.state == "running" for record in records) else None
-    storage_of(path).write(path, render(records, refresh, price_per_chip_hour))
+    storage_of(path).write(path, render_page(records, refresh, price_per_chip_hour))
     return refresh
 
 
@@ -118,10 +118,8 @@ def _page_path(records: list[Record], out: str | None) -> epath.Path:
 # --- the page ---
 
 
-def render(
-    records: list[Record],
-    refresh_seconds: int | None = None,
-    price_per_chip_hour: float | None = None,
+def render_page(
+    records: list[Record], refresh: int | None = None, price_per_chip_hour: float | None = None
 ) -> str:
     """Returns the page of a run, or of several compared."""
     root = ", ".join(str(record.workdir.address) for record in records)
@@ -132,10 +130,10 @@ def render(
         else:
             values = _run_values(records[0], price_per_chip_hour)
         try:
-            return page(
+            return render_template(
                 "page.html",
                 title=" · ".join(record.label for record in records),
-                refresh=refresh_seconds,
+                refresh=refresh,
                 runs=records,
                 learning=_learning(records),
                 **values,
@@ -145,7 +143,7 @@ def render(
 
 
 def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
-    """Returns (axis, pictures of the learning curves).
+    """Returns pairs (axis, pictures of the learning curves).
 
     Several runs are drawn over each axis that all of them have. A single run is drawn over steps,
     along with its gradient norm and speed.
@@ -158,7 +156,7 @@ def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
     else:
         by_axis = {}
         for number, axis in enumerate(run_comparison.AXES):
-            if all(axis.cumulate(record) for record in records):
+            if all(axis.converter(record) for record in records):
                 plots = curves.learning_plots(records, axis)
                 by_axis[axis.name] = figures.draw_all(plots, (), f"axis{number}")
     return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
@@ -180,21 +178,21 @@ def _run_values(record: Record, price: float | None) -> dict[str, Any]:
         "record": record,
         "tiles": _tiles(record, price),
         "parts": [(times.PARTS[name], x) for name, x in record.goodput.parts.items() if x],
-        "goodput": record.goodput.line(price),
+        "goodput": record.goodput.describe(price),
         "evaluations": _evaluations(record),
         "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
         "environment": sorted((name, _text(value)) for name, value in environment.items()),
     }
     if isinstance(record.experiment, Finetuning):
-        return values | {"own": "tuned.html"}
+        return values | {"kind_template": "tuned.html"}
     statistics, why = _statistics(record.workdir, record.experiment)
     return values | {
-        "own": "pretraining.html",
+        "kind_template": "pretraining.html",
         "predictions": _spread(record.predictions, _PREDICTIONS),
         "statistics": statistics,
         "no_statistics": why,
         "corpus_figures": curves.corpus_figures(statistics) if statistics else [],
-        "plan": _plan(record.plan) if record.plan.get("slices") else None,
+        "plan": _plan_table(record.plan) if record.plan.get("slices") else None,
     }
 
 
@@ -205,8 +203,8 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
             yield text, name
     if task := record.newest_line("task"):
         yield f"{task['examples']['train']:,}", "examples to learn from"
-        for name, share in task["unknown"].items():
-            yield percent(share), f"unknown tokens of {name}"
+        for split, share in task["unknown"].items():
+            yield percent(share), f"unknown tokens of {split}"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None and padding is not None:
         yield f"{rate:,.0f}", f"tokens per second; padding is {percent(padding)}"
@@ -225,7 +223,7 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
 def _evaluations(record: Record) -> PageTable | None:
     """Returns a table of some of the evaluations; None before the first one."""
     rows = []
-    for line in _spread(record.evaluation, _ROWS):
+    for line in _spread(record.evaluation, _EVALUATIONS):
         if isinstance(record.experiment, Finetuning):
             names = [*curves.score_names(record), "loss"]
             texts = {name: f"{line[name]:.4f}" if name in line else "" for name in names}
@@ -235,7 +233,7 @@ def _evaluations(record: Record) -> PageTable | None:
     return PageTable.of(rows, 0) if rows else None
 
 
-def _plan(plan: dict[str, Any]) -> PageTable:
+def _plan_table(plan: dict[str, Any]) -> PageTable:
     """Returns a row for each phase on each slice of a plan (tools.plan.report)."""
     # The terms of `phase["seconds"]` that each column adds up.
     terms = {
@@ -308,32 +306,32 @@ def _text(value: object) -> str:
 def write_layers(
     path: epath.Path,
     name: str,
-    record: dict[str, Any],
+    layer_scores: dict[str, Any],
     attention: tuple[list[str], np.ndarray] | None,
 ) -> None:
     """Writes W/layers.html: scores of each layer, and the attention of each head in a text.
 
-    `record` is the result of `layer_scores.score_layers`, or empty; `attention` are the tokens of a
-    text, and float [L, H, S, S], the attention of each token to all tokens.
+    `layer_scores` is the result of `tools.layer_scores.score_layers`, or empty; `attention` are the
+    tokens of a text, and float [L, H, S, S], the attention of each token to all tokens.
     """
     maps = None
     if attention is not None:
         maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
-    text = page(
+    text = render_template(
         "layers.html",
         title=f"{name}: layers",
         name=name,
-        step=record.get("step"),
-        table=table_of_layers(record) if record else None,
-        figures=figures.draw_all([curves.layer_plot(record)]),
+        step=layer_scores.get("step"),
+        table=table_of_layers(layer_scores) if layer_scores else None,
+        figures=figures.draw_all([curves.layer_plot(layer_scores)]),
         maps=maps,
     )
     write_atomic(path, text)
 
 
-def table_of_layers(record: dict[str, Any]) -> PageTable:
-    """Returns a row for each task; see `write_layers`."""
-    tasks = record["tasks"]
+def table_of_layers(layer_scores: dict[str, Any]) -> PageTable:
+    """Returns a row for each task; see `tools.layer_scores.layer_record`."""
+    tasks = layer_scores["tasks"]
     rows = []
     for task in tasks:
         scores = [f"{value:.3f}" for value in (*task["scores"], task["guess"])]

@@ -25,21 +25,21 @@ class PageTable:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int = 1  # number of columns on the left with words; the others hold numbers
+    text_columns: int = 1  # number of columns on the left with text; the others hold numbers
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, str]], words: int = 1) -> "PageTable":
+    def of(cls, rows: Sequence[Mapping[str, str]], text_columns: int = 1) -> "PageTable":
         """Returns the table of rows, each {column: cell}; missing cells are left empty."""
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        return cls(columns, [[row.get(name, "") for name in columns] for row in rows], words)
+        return cls(columns, [[row.get(name, "") for name in columns] for row in rows], text_columns)
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines of the table: words are aligned to the left, numbers to the right."""
+        """Yields the lines of the table: text is aligned to the left, numbers to the right."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:
             yield "  ".join(
-                cell.ljust(width) if number < self.words else cell.rjust(width)
+                cell.ljust(width) if number < self.text_columns else cell.rjust(width)
                 for number, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
 
@@ -55,7 +55,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def page(template: str, refresh: int | None = None, **values: Any) -> str:
+def render_template(template: str, refresh: int | None = None, **values: Any) -> str:
     """Returns the page of a template, which extends `base.html`.
 
     A browser loads the page again after `refresh` seconds, if it is not None.
@@ -77,8 +77,8 @@ def _environment() -> jinja2.Environment:
         "duration": duration,
         "percent": percent,
         "svg": markupsafe.Markup,
-        "shown": printable,
-        "field": _breakable,
+        "printable": printable,
+        "breakable": _breakable,
     }
     return environment
 

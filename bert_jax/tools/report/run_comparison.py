@@ -1,7 +1,7 @@
 """Comparison of several runs: the axes of curves, checks of comparability, and a table of results.
 
-Losses in nats compare only on the same held-out rows. If these differ, each run is shown relative
-to its own unigram baseline.
+Losses in nats are comparable only on the same held-out rows. If these differ, each run is shown
+relative to its own unigram baseline.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from bert_jax.tools.report import figures, times
 from bert_jax.tools.report.render import PageTable, percent
 from bert_jax.tools.report.run_record import Line, Record
 
-# Unigram baselines of the same rows differ less than this, even with different seeds.
-_SAME_BASELINE = 0.01
+# Unigram baselines of the same rows differ by a smaller share, even with different seeds.
+_BASELINE_TOLERANCE = 0.01
 
 # A function from steps to the amount spent up to each step.
-_Spent = Callable[[Sequence[float]], Sequence[float]]
+_Converter = Callable[[Sequence[float]], Sequence[float]]
 
 
 # --- axes ---------------------------------------------------------------------------------------
@@ -33,26 +33,26 @@ class Axis:
     """A quantity over which learning curves are drawn."""
 
     name: str  # shown on a button, and under each picture
-    # Returns the amount that a run has spent up to its steps; None if that is not known.
-    cumulate: Callable[[Record], _Spent | None]
-    text: Callable[[float], str] = figures.short  # formats an amount
+    # Returns the function from a run's steps to what was spent; None if that is not known.
+    converter: Callable[[Record], _Converter | None]
+    text: Callable[[float], str] = figures.format_short  # formats an amount
 
 
-def _cumulate_laps(amount: Callable[[Line], float]) -> Callable[[Record], _Spent | None]:
-    """Returns an `Axis.cumulate` that sums the amounts of steps; `amount` reads one from a lap."""
+def _sum_windows(amount: Callable[[Line], float]) -> Callable[[Record], _Converter | None]:
+    """Returns an `Axis.converter`; `amount` reads the mean amount of a step from a window."""
 
-    def cumulate(record: Record) -> _Spent | None:
+    def converter(record: Record) -> _Converter | None:
         try:
-            at, spent = times.totals(record.laps, amount, record.first_step)
-        except KeyError:  # written by an earlier version, or by steps that were not counted
+            at, spent = times.cumulate(record.windows, amount, record.first_step)
+        except KeyError:  # an earlier version, or a window without steps, does not record it
             return None
         return (lambda steps: np.interp(steps, at, spent).tolist()) if len(at) > 1 else None
 
-    return cumulate
+    return converter
 
 
-def _cumulate_operations(record: Record) -> _Spent | None:
-    """Cumulates operations; None for a fine-tuning, whose rows have different lengths."""
+def _operations_converter(record: Record) -> _Converter | None:
+    """Converts steps to operations; None for a fine-tuning, whose rows have different lengths."""
     experiment = record.experiment
     if not isinstance(experiment, Experiment):
         return None
@@ -62,13 +62,13 @@ def _cumulate_operations(record: Record) -> _Spent | None:
     return lambda steps: np.maximum(np.interp(steps, at, spent) - inherited, 0).tolist()
 
 
-_WHOLE = "{:,.0f}".format
+_format_int = "{:,.0f}".format
 AXES = (
-    Axis("steps", lambda record: list, _WHOLE),
-    Axis("tokens", _cumulate_laps(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
-    Axis("seconds", _cumulate_laps(lambda x: 1 / x["steps_per_second"]), _WHOLE),
-    Axis("CPU seconds", _cumulate_laps(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _WHOLE),
-    Axis("FLOPs", _cumulate_operations),
+    Axis("steps", lambda record: list, _format_int),  # steps themselves, as a list
+    Axis("tokens", _sum_windows(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
+    Axis("seconds", _sum_windows(lambda x: 1 / x["steps_per_second"]), _format_int),
+    Axis("CPU seconds", _sum_windows(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _format_int),
+    Axis("FLOPs", _operations_converter),
 )
 
 
@@ -81,7 +81,7 @@ def explain_losses(records: Sequence[Record]) -> str:
     newest = [record.evaluation[-1] for record in records if record.evaluation]
     baselines = [line["unigram_loss"] for line in newest if "unigram_loss" in line]
     difference = ", ".join(_differing(map(held_out_fields, trained)))
-    if not difference and baselines and max(baselines) > (1 + _SAME_BASELINE) * min(baselines):
+    if not difference and baselines and max(baselines) > (1 + _BASELINE_TOLERANCE) * min(baselines):
         difference = "the text, whose unigram baselines differ"
     if not difference:
         return ""
@@ -100,6 +100,7 @@ def explain_scores(records: Sequence[Record]) -> str:
         | {"validation": [*map(source_name, task.validation)]}
         for task in tasks
     )
+    # `main_score` is the setting `score`, or its default.
     fields = ", ".join(f"task.{name.removeprefix('main_')}" for name in differing)
     return f"Scores are not of the same task ({fields} differ)." if fields else ""
 
@@ -133,17 +134,17 @@ def table(records: Sequence[Record]) -> PageTable:
 
 
 def _spent_texts(record: Record) -> dict[str, str]:
-    axes = {axis: axis.cumulate(record) for axis in AXES}
-    return {a.name: a.text(spent([record.steps_done])[0]) for a, spent in axes.items() if spent}
+    axes = [(axis, axis.converter(record)) for axis in AXES]
+    return {a.name: a.text(convert([record.steps_done])[0]) for a, convert in axes if convert}
 
 
 def evaluation_texts(record: Record, line: Line) -> dict[str, str]:
     """Returns {name: formatted value} of an evaluation."""
     if isinstance(record.experiment, Finetuning):
-        guess = record.newest_line("task").get("guess")
+        _, guess = record.newest_line("task").get("guess") or (None, None)  # an answer, its score
         return {
             record.experiment.task.main_score: f"{line['score']:.4f}",
-            **({"guessing": f"{guess[1]:.4f}"} if guess else {}),
+            **({} if guess is None else {"guessing": f"{guess:.4f}"}),
             "held-out loss": f"{line['loss']:.4f}",
             "examples": f"{line['examples']:,}",
         }

@@ -33,7 +33,7 @@ Line = dict[str, Any]
 _REWRITE = "remove it; the next start of the run writes it again"
 _REPEAT_PLAN = "remove it, or plan again with `bert-jax plan`"
 _REPEAT_LAYERS = "remove it, or repeat `bert-jax layers`"
-# Number of newest laps whose median is the current value.
+# Number of newest windows whose median `Record.recent` returns.
 _RECENT = 10
 
 
@@ -44,7 +44,7 @@ class Record:
     label: str  # name of the run on the page
     workdir: Workdir
     experiment: Experiment | Finetuning
-    origin: dict[str, Any]  # of the experiment (config.load_with_origin); empty if not recorded
+    origin: dict[str, Any]  # where the experiment is from (config.load_with_origin), or empty
     state: State
     train: list[Line]  # training lines of metrics.jsonl
     evaluation: list[Line]  # evaluation lines of metrics.jsonl; scores of a fine-tuning
@@ -89,7 +89,8 @@ class Record:
     def newest_line(self, kind: str) -> Line:
         """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
 
-        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.finetuning_job.
+        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.finetuning_job. `guess` of
+        its `task` is the best answer without reading the text, and the score of this answer.
         """
         lines = [line for line in self.predictions if line.get("kind") == kind]
         return lines[-1] if lines else {}
@@ -120,8 +121,8 @@ class Record:
         return self.timings[-1].get("why", "").partition("\n")[0] if ended else ""
 
     @functools.cached_property
-    def laps(self) -> list[Line]:
-        """Timings of steps, in the order of steps; only the last timing of a repeated step."""
+    def windows(self) -> list[Line]:
+        """Timings of the windows of steps, in order; only the last one of repeated steps."""
         by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -136,8 +137,8 @@ class Record:
         return times.goodput(self.timings)
 
     def recent(self, name: str) -> float | None:
-        """Returns the median of a number over the newest laps; None if there is none."""
-        values = sorted(lap[name] for lap in self.laps[-_RECENT:] if name in lap)
+        """Returns the median of a number over the newest windows; None if there is none."""
+        values = sorted(line[name] for line in self.windows[-_RECENT:] if name in line)
         return values[len(values) // 2] if values else None
 
     @property
@@ -171,38 +172,38 @@ def corpus_statistics(experiment: Experiment, prepared: PreparedCorpus) -> dict[
     train = prepared.manifest["splits"]["train"]
     counts = np.bincount(stream.ids[:_TOKENS], minlength=prepared.tokenizer.size)
     phases = list(enumerate(experiment.phases))
-    rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
-    planned = [_row_shares(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
+    rows = [_sample_rows(stream, experiment, n, phase.sequence_length) for n, phase in phases]
+    shares = [_row_shares(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
     commonest, tok = np.argsort(-counts, kind="stable")[:_TOP_TOKENS], prepared.tokenizer
     specials = [tok.pad_id, tok.unk_id, tok.cls_id, tok.sep_id, tok.mask_id]
     # Only the first offsets are read; the rest of a large file stays on disk.
-    starts = stream.sentence_offsets
-    sentences_of, documents = starts[: _SENTENCES + 1], stream.document_offsets[: _SENTENCES + 1]
+    sentence_offsets = stream.sentence_offsets[: _SENTENCES + 1]
+    document_offsets = np.asarray(stream.document_offsets[: _SENTENCES + 1])
     return {
         "splits": prepared.manifest["splits"],  # counts of each split
-        "mixture": _mixture(experiment, prepared, stream, planned),
+        "mixture": _mixture(experiment, prepared, stream, shares),
         "repeated": prepared.manifest["documents_repeated"],  # documents with an earlier copy
         "unknown": train["unknown_tokens"] / train["tokens"],  # share of [UNK]
-        "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in tokens
-        "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
+        "sentence_lengths": np.diff(sentence_offsets).astype(np.int64),  # in tokens
+        "document_lengths": np.diff(stream.sentence_offsets[document_offsets]).astype(np.int64),
         "top_tokens": [  # commonest tokens, with their shares
             (printable(tok.token(int(i))), float(counts[i] / counts.sum())) for i in commonest
         ],
         # Share of the vocabulary, without special tokens, that does not occur in the sample.
         "unused": float((np.delete(counts, specials) == 0).mean()),
-        "looked_at": int(counts.sum()),  # tokens of the sample
-        "planned": planned,
+        "sampled_tokens": int(counts.sum()),
+        "row_shares": shares,
         "examples": [_examples(stream, rows[n], experiment, prepared, n) for n, _ in phases],
     }
 
 
 def _mixture(
-    experiment: Experiment, prepared: PreparedCorpus, stream: Stream, planned: list[dict[str, Any]]
+    experiment: Experiment, prepared: PreparedCorpus, stream: Stream, shares: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns statistics of each source of a mixture; [] without a mixture.
 
-    `share_of_rows` is that of all phases together; `epochs` estimates their passes over a source:
-    filled positions per token of it.
+    `share_of_rows` is the source's share of the rows of all phases. `epochs` estimates the passes
+    over the source in all phases: filled positions per token of the source.
     """
     if not experiment.corpus.is_mixed:
         return []
@@ -212,7 +213,7 @@ def _mixture(
         weights = mixture.phase_weights(experiment, number, parts)
         phase_rows = phase.steps * phase.batch_size * weights / weights.sum()
         rows = rows + phase_rows
-        filled = filled + phase_rows * phase.sequence_length * planned[number]["filled"]
+        filled = filled + phase_rows * phase.sequence_length * shares[number]["filled"]
     return [
         {
             "name": printable(name),
@@ -225,8 +226,8 @@ def _mixture(
     ]
 
 
-def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
-    """Returns a sample of the rows of a phase's first plan; a whole plan may take too long."""
+def _sample_rows(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
+    """Returns a sample of the rows of a phase's first epoch; planning all may take too long."""
     key, data = draws.key_of(experiment.seed, "train", phase, 0), experiment.data_of(phase)
     if data.units == "sentences":
         return sentences.plan(stream, length, key, _ROWS)
@@ -242,10 +243,10 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
     length = phase.sequence_length
     is_random = None
     if data.units == "sentences":
-        kept, planned = sentences.sizes(stream, rows, length)
+        kept, untruncated = sentences.sizes(stream, rows, length)
         lengths = kept + sentences.SPECIAL_TOKENS
     else:
-        planned = rows["a_length"].astype(np.int64) + rows["b_length"]
+        untruncated = rows["a_length"].astype(np.int64) + rows["b_length"]
         lengths = pairs.truncated_lengths(rows, length)
         kept = lengths - pairs.SPECIAL_TOKENS
         if data.units == "pairs":
@@ -254,16 +255,16 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
         "sequence_length": length,
         "random_next": is_random,
         "filled": float(lengths.sum() / (len(rows) * length)),
-        "truncated": float(1 - kept.sum() / planned.sum()),
+        "truncated": float(1 - kept.sum() / untruncated.sum()),
     }
 
 
 def _examples(
     stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: PreparedCorpus, number: int
 ) -> list[tuple[str, list[ShownToken]]]:
-    """Returns rows from all over the plan: (label of the pair, "" without pairs; masked tokens)."""
+    """Returns rows spread over the sample: (label of the pair, "" without pairs; masked tokens)."""
     phase, data = experiment.phases[number], experiment.data_of(number)
-    first = sum(earlier.steps for earlier in experiment.phases[:number])
+    first_step = sum(earlier.steps for earlier in experiment.phases[:number])
     sample = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
     labels = LABELS.get(data.units)
@@ -271,7 +272,7 @@ def _examples(
     batch = batches.BatchBuilder(stream, prepared.ids, data, *widths).make(
         sample,
         draws.CounterDraws(key, np.arange(len(sample))),
-        masking.Policy.of(data, first, experiment.total_steps),
+        masking.Policy.of(data, first_step, experiment.total_steps),
     )
     return [
         (

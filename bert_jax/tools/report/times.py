@@ -20,9 +20,9 @@ PARTS = {
     "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
-# Kinds of lines that record steps; and the parts of their time that are no training.
-_LAPS = ("train", "end")
-_WAITS = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
+# Kinds of lines that record steps, and the parts of their time that are not training.
+_STEP_KINDS = ("train", "end")
+_NOT_TRAINING = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
 
 
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
@@ -43,10 +43,10 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
                 parts["away"] += max(line["time"] - line["seconds"] - previous["time"], 0.0)
         elif line.get("kind") == "roll_back":
             parts["repeated"] += line["seconds"]
-        elif line.get("kind") in _LAPS:
-            waits = {name: line.get(f"{name}_seconds", 0.0) for name in _WAITS}
-            waits["training"] = max(line["seconds"] - sum(waits.values()), 0.0)
-            for name, seconds in waits.items():
+        elif line.get("kind") in _STEP_KINDS:
+            spent = {name: line.get(f"{name}_seconds", 0.0) for name in _NOT_TRAINING}
+            spent["training"] = max(line["seconds"] - sum(spent.values()), 0.0)
+            for name, seconds in spent.items():
                 parts[name] += kept * seconds
             parts["repeated"] += (1 - kept) * line["seconds"]
         previous = line
@@ -61,18 +61,18 @@ def cpu_seconds(timings: list[dict[str, Any]]) -> float:
     )
 
 
-def totals(
-    laps: Sequence[dict[str, Any]], amount: Callable[[dict[str, Any]], float], first_step: int = 0
+def cumulate(
+    windows: Sequence[dict[str, Any]], amount: Callable[[dict[str, Any]], float], start: int = 0
 ) -> tuple[list[int], list[float]]:
-    """Returns steps of a run, and the amount that all steps up to each have taken together.
+    """Returns steps of a run from step `start` on, and the cumulative amount at each of them.
 
-    `laps` are lines of timings.jsonl in order; `amount` returns the amount of one step of a lap.
+    `windows` is `Record.windows`; `amount` returns the mean amount of a step of a window.
     """
-    steps, spent = [first_step], [0.0]
-    for lap in laps:
-        # The first lap after a resume holds fewer steps than lie between it and the previous lap.
-        spent.append(spent[-1] + amount(lap) * (lap["step"] - steps[-1]))
-        steps.append(lap["step"])
+    steps, spent = [start], [0.0]
+    for window in windows:
+        # After a resume, a window has fewer steps than lie between its line and the previous one.
+        spent.append(spent[-1] + amount(window) * (window["step"] - steps[-1]))
+        steps.append(window["step"])
     return steps, spent
 
 
@@ -80,15 +80,14 @@ def totals(
 class Goodput:
     """The parts of a run's time so far, over all restarts.
 
-    A start is charged from its beginning to its last line, for its chips. Time away is not charged,
-    since it is not recorded whether machines were held. Neither is the time of a killed process
-    after its last line, although a bill includes it.
+    The chips of each start are charged from its beginning to its last line. Time away is not
+    charged, since it is not recorded whether machines were held. Neither is the time of a killed
+    process after its last line, although a bill includes it.
     """
 
     parts: dict[str, float]  # seconds of each of PARTS (`account`)
     chip_hours: float  # charged hours of starts with known chips
-    # jax's names of the devices of other starts, whose price is unknown.
-    other: tuple[str, ...]
+    unpriced: tuple[str, ...]  # jax's kinds of the devices whose chips are not known
 
     @property
     def seconds(self) -> float:
@@ -104,10 +103,10 @@ class Goodput:
         """Returns the cost so far, in the price's currency; None if no start had known chips."""
         return self.chip_hours * price_per_chip_hour if self.chip_hours else None
 
-    def line(self, price_per_chip_hour: float | None = None) -> str:
+    def describe(self, price_per_chip_hour: float | None = None) -> str:
         """Describes goodput in words; with a price, in any currency, also the cost."""
         if self.share is None:
-            return "goodput: nothing was timed yet"
+            return "goodput: nothing has been timed yet"
         text = (
             f"goodput {100 * self.share:.1f} %: of {duration(self.seconds)} since the first start, "
             f"{duration(self.parts['training'])} in {PARTS['training']}"
@@ -117,8 +116,8 @@ class Goodput:
         if price_per_chip_hour is not None:
             cost = self.cost(price_per_chip_hour)
             text += "; no cost" if cost is None else f", cost {cost:,.2f}"
-            if self.other:
-                kinds = printable(", ".join(self.other))
+            if self.unpriced:
+                kinds = printable(", ".join(self.unpriced))
                 text += f", since {kinds} has no price" if cost is None else f" without {kinds}"
         return text
 
@@ -127,17 +126,17 @@ def goodput(timings: list[dict[str, Any]]) -> Goodput:
     """Returns the parts of a run's time, and the chip hours to pay for."""
     chip_seconds = 0.0
     chips: int | None = None  # chips of the start to which a line belongs
-    other: dict[str, None] = {}
+    unpriced: dict[str, None] = {}
     for line in timings:
         if line.get("kind") == "start":
             unknown = ("an unknown device", 0)
             kind, devices = line.get("environment", {}).get("devices", unknown)
             chips = hardware.chips(kind, devices)
             if chips is None:
-                other[kind] = None
+                unpriced[kind] = None
         if chips is not None and line.get("kind") in ("start", "train", "roll_back", "end"):
             chip_seconds += chips * line["seconds"]
-    return Goodput(account(timings), chip_seconds / 3600, tuple(other))
+    return Goodput(account(timings), chip_seconds / 3600, tuple(unpriced))
 
 
 def _shares_kept(timings: list[dict[str, Any]]) -> list[float]:
@@ -145,7 +144,7 @@ def _shares_kept(timings: list[dict[str, Any]]) -> list[float]:
     lowest, shares = float("inf"), []  # lowest: first step repeated by a later start or roll-back
     for line in reversed(timings):
         kept = 0.0
-        if line.get("kind") in _LAPS:
+        if line.get("kind") in _STEP_KINDS:
             repeated = min(max(line["step"] - lowest, 0), line["steps"])
             kept = 1 - repeated / max(line["steps"], 1)
         elif line.get("kind") in ("start", "roll_back"):

@@ -41,8 +41,8 @@ def test_as_many_steps_are_done_as_fit(here):
         budget.steps_within(experiment, 0.2, [0.1, 0.3])
 
 
-def fake_laps(monkeypatch, seconds):
-    """A run that writes laps of so many seconds of CPU a step and phase, and does nothing."""
+def fake_timings(monkeypatch, seconds):
+    """A run that writes timings of so many seconds of CPU a step and phase, and does nothing."""
     begun = []
 
     def run(job, progress):
@@ -54,8 +54,8 @@ def fake_laps(monkeypatch, seconds):
             for part in (10.0, 1.0):  # the first half is not counted
                 done += phase.steps // 2
                 steps = phase.steps // 2
-                lap = {"step": done, "kind": "train", "steps": steps}
-                lines.append(lap | {"cpu_seconds": part * cost * steps})
+                line = {"step": done, "kind": "train", "steps": steps}
+                lines.append(line | {"cpu_seconds": part * cost * steps})
         workdir.timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return "finished"
 
@@ -73,7 +73,7 @@ def test_a_budget_of_cpu_time_is_taken_by_a_short_run_once(here, monkeypatch):
         pace = next(rounds) * (2 if experiment.model.intermediate_size == 40 else 1)
         return [pace, 2 * pace]
 
-    begun = fake_laps(monkeypatch, seconds)
+    begun = fake_timings(monkeypatch, seconds)
     comparison = Comparison(Results.read(table, "w"), Quiet())
     comparison._root.mkdir()
     comparison._time()
@@ -95,8 +95,8 @@ def test_a_budget_of_cpu_time_is_taken_by_a_short_run_once(here, monkeypatch):
 
 
 def test_a_short_run_is_shown_to_no_tracker(here, monkeypatch):
-    begun = fake_laps(monkeypatch, lambda _: [1.0, 1.0])
-    budget.laps(small(here, "run.trackers=wandb"), epath.Path("timing"), Quiet(), 5)
+    begun = fake_timings(monkeypatch, lambda _: [1.0, 1.0])
+    budget.time_phases(small(here, "run.trackers=wandb"), epath.Path("timing"), Quiet(), 5)
     assert begun[0].run.trackers == ()
 
 

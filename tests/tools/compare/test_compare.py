@@ -21,7 +21,7 @@ from bert_jax import config, errors
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tools.compare import results, runs
-from bert_jax.tools.compare.results import Results, sha256
+from bert_jax.tools.compare.results import Results, short_hash
 from bert_jax.tools.compare.runs import Comparison
 from bert_jax.tools.report import figures
 
@@ -133,7 +133,7 @@ def test_what_a_run_does_not_learn_is_a_blank_and_is_asked_once(here, capsys, mo
 @pytest.mark.parametrize("column", ["below_unigrams", "reach:1", "loss", "accuracy"])
 def test_an_objective_of_its_own_without_pieces_has_no_unigram_line(here, column):
     lines = [{"step": 2, "kind": "evaluation", "replaced_loss": 0.5, "loss": 0.5}]
-    record = types.SimpleNamespace(evaluation=lines, laps=[], timings=[], total_steps=2)
+    record = types.SimpleNamespace(evaluation=lines, windows=[], timings=[], total_steps=2)
     assert runs._measure(column, record) is None
 
 
@@ -164,8 +164,8 @@ def test_a_value_is_of_all_that_is_computed_and_of_nothing_else(here):
         ("seed=1", "phases.1.steps=9", "corpus.case=cased", "optimizer.name=lamb"),
         ("run.log_every=7", "parallelism.accumulation=2", "data.dupe_factor=0", "name=other"),
     )
-    hashes = [{sha256(config.override(base, [c])) for c in of} for of in changes]
-    assert len(hashes[0] | {sha256(base)}) == 5 and hashes[1] == {sha256(base)}
+    hashes = [{short_hash(config.override(base, [c])) for c in of} for of in changes]
+    assert len(hashes[0] | {short_hash(base)}) == 5 and hashes[1] == {short_hash(base)}
 
 
 def fake_tasks(monkeypatch):
@@ -370,7 +370,7 @@ def test_a_table_file_is_what_its_docstring_names(file, monkeypatch):
         assert config.differences(one.experiment, two.experiment, "identity")
     corpora = {(row.experiment.corpus, row.experiment.model.vocab_size) for row in table.rows}
     assert len(corpora) == 1
-    learned = [sha256(config.override(row.experiment, ["name=x"])) for row in table.rows]
+    learned = [short_hash(config.override(row.experiment, ["name=x"])) for row in table.rows]
     assert len(set(learned)) == len(learned)
 
 

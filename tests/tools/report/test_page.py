@@ -85,7 +85,7 @@ def test_hostile_text_is_shown_as_text_in_every_place(run, monkeypatch):
     record = Record.read(str(hostile))
     sentence = {"text": HOSTILE, "truth": HOSTILE, "masks": [[(HOSTILE, 0.5)]]}
     record.predictions = [line | {"sentences": [sentence]} for line in record.predictions]
-    text = page.render([record])
+    text = page.render_page([record])
     page._cached_statistics.cache_clear()
     shown = assert_inert(text)
     assert "<img src=x>" in shown
@@ -102,7 +102,7 @@ def test_hostile_text_is_shown_as_text_in_every_place(run, monkeypatch):
 def test_a_page_says_how_the_run_stands(run, undrawn):
     record = Record.read(str(run))
     assert record.state == "finished" and record.steps_done == 22
-    text = Tags(page.render([record])).text
+    text = Tags(page.render_page([record])).text
     newest = record.evaluation[-1]
     for words in (
         "step 22 of 22",
@@ -134,7 +134,7 @@ def test_a_planned_run_shows_its_plan(run, undrawn):
     entry = {"topology": "v5e:2x4", "chips": 8, "device_memory": 2**34, "phases": [fits, other]}
     record = Record.read(str(run))
     record.plan = {"slices": [entry], "versions": {"libtpu": "1.2"}}
-    text = Tags(page.render([record])).text
+    text = Tags(page.render_page([record])).text
     for words in ("v5e:2x4", "1.00 of 16 GiB", "5.0 ms", "40.0 %", "too large", "libtpu 1.2"):
         assert words in text, words
     step, *columns = map(float, re.findall(r"([\d.]+) ms", text))
@@ -152,7 +152,7 @@ def test_a_corpus_is_counted(run):
     assert made["document_lengths"].tolist() == [*map(len, prepared_documents(stream))]
     piece, share = made["top_tokens"][0]
     assert piece == "." and share == np.mean(stream.ids == prepared.tokenizer.encode(".")[0])
-    for plan, phase in zip(made["planned"], record.experiment.phases, strict=True):
+    for plan, phase in zip(made["row_shares"], record.experiment.phases, strict=True):
         number = record.experiment.phases.index(phase)
         key = draws.key_of(record.experiment.seed, "train", number, 0)
         rows = pairs.sample(stream, phase.sequence_length, 0.1, key, 10**6, "pairs")
@@ -198,7 +198,7 @@ def test_a_run_before_its_first_line_and_without_its_corpus_has_a_page(run, undr
     (tmp_path / "new").mkdir()
     shutil.copy(run / "experiment.json", tmp_path / "new")
     named(tmp_path / "new", run={"corpus_dir": str(tmp_path / "gone")})
-    text = Tags(page.render([Record.read(str(tmp_path / "new"))])).text
+    text = Tags(page.render_page([Record.read(str(tmp_path / "new"))])).text
     assert "not started" in text and "No line is written yet" in text
     assert "no prepared corpus here" in text
 

@@ -5,25 +5,25 @@ import pytest
 from bert_jax.tools.report import times
 
 
-def lap(step, steps, time, seconds, **more):
+def window(step, steps, time, seconds, **more):
     line = {"kind": "train", "step": step, "steps": steps, "time": time, "seconds": seconds}
     return line | more
 
 
 TIMINGS = [
     {"kind": "start", "step": 0, "time": 110.0, "seconds": 10.0},
-    lap(10, 10, 130.0, 20.0, compilation_seconds=5.0, data_seconds=1.0),
-    lap(20, 10, 150.0, 20.0, evaluation_seconds=4.0, checkpoint_seconds=2.0),
+    window(10, 10, 130.0, 20.0, compilation_seconds=5.0, data_seconds=1.0),
+    window(20, 10, 150.0, 20.0, evaluation_seconds=4.0, checkpoint_seconds=2.0),
     # Killed here; the newest checkpoint was of step 15.
     {"kind": "start", "step": 15, "time": 200.0, "seconds": 6.0},
-    lap(20, 5, 210.0, 10.0, data_seconds=2.0),
-    lap(20, 0, 213.0, 3.0, kind="end", evaluation_seconds=2.0, outcome="finished"),
+    window(20, 5, 210.0, 10.0, data_seconds=2.0),
+    window(20, 0, 213.0, 3.0, kind="end", evaluation_seconds=2.0, outcome="finished"),
 ]
 
 
 def test_steps_done_again_did_not_count():
     parts = times.account(TIMINGS)
-    # Half of the second lap was in vain.
+    # Half of the second window was in vain.
     assert parts["repeated"] == pytest.approx(10.0)
     assert parts["training"] == pytest.approx((20 - 6) + (20 - 6) / 2 + (10 - 2) + (3 - 2))
     assert parts["evaluation"] == pytest.approx(4 / 2 + 2)
@@ -49,17 +49,17 @@ def test_probes_before_the_first_step_are_no_start():
 def test_steps_after_the_last_save_of_a_failed_run_are_done_again():
     timings = [
         {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0},
-        lap(100, 100, 100.0, 100.0),
-        lap(190, 90, 190.0, 90.0, kind="end", outcome="failed"),
+        window(100, 100, 100.0, 100.0),
+        window(190, 90, 190.0, 90.0, kind="end", outcome="failed"),
         {"kind": "start", "step": 100, "time": 190.0, "seconds": 0.0},
-        lap(200, 100, 290.0, 100.0),
+        window(200, 100, 290.0, 100.0),
     ]
     parts = times.account(timings)
     assert parts["training"] == 200.0 and parts["repeated"] == 90.0
 
 
 def test_writing_a_profile_is_no_training():
-    timings = [TIMINGS[0], lap(10, 10, 130.0, 20.0, profile_seconds=3.0)]
+    timings = [TIMINGS[0], window(10, 10, 130.0, 20.0, profile_seconds=3.0)]
     parts = times.account(timings)
     assert parts["profile"] == 3.0 and parts["training"] == 17.0
 
@@ -89,13 +89,13 @@ def test_each_start_is_paid_for_on_the_chips_that_it_had():
     """8 devices of v3 are 4 chips, for 10 + 20 + 20 seconds; 16 are 8, for 6 + 10 + 3."""
     result = times.goodput(starting(("TPU v3", 8), ("TPU v3", 16)))
     assert result.chip_hours == pytest.approx((4 * 50 + 8 * 19) / 3600)
-    assert result.cost(36.0) == pytest.approx(3.52) and result.other == ()
-    line = result.line(36.0)
+    assert result.cost(36.0) == pytest.approx(3.52) and result.unpriced == ()
+    line = result.describe(36.0)
     assert line == (
         "goodput 26.5 %: of 2 min since the first start, 30 s in steps that counted; "
         "0.10 chip-hours, cost 3.52"
     )
-    assert result.line() == line.removesuffix(", cost 3.52")
+    assert result.describe() == line.removesuffix(", cost 3.52")
 
 
 @pytest.mark.parametrize(
@@ -116,29 +116,29 @@ def test_a_chip_is_one_device_but_two_on_v2_and_v3(kind, devices, chips):
 
 def test_a_cpu_has_no_price_and_the_line_says_so():
     result = times.goodput(starting(("cpu", 4), ("cpu", 1)))
-    assert result.chip_hours == 0 and result.cost(2.0) is None and result.other == ("cpu",)
-    assert result.line(2.0).endswith("in steps that counted; no cost, since cpu has no price")
-    assert result.line().endswith("in steps that counted")
+    assert result.chip_hours == 0 and result.cost(2.0) is None and result.unpriced == ("cpu",)
+    assert result.describe(2.0).endswith("in steps that counted; no cost, since cpu has no price")
+    assert result.describe().endswith("in steps that counted")
 
 
 def test_starts_without_a_price_are_named_with_the_cost_of_the_others():
     result = times.goodput(starting(("cpu\x1b[31m", 4), ("TPU v5 lite", 4)))
     assert result.cost(3600.0) == pytest.approx(4 * 19)
-    assert result.line(3600.0).endswith("; 0.02 chip-hours, cost 76.00 without cpu\\x1b[31m")
+    assert result.describe(3600.0).endswith("; 0.02 chip-hours, cost 76.00 without cpu\\x1b[31m")
 
 
 def test_a_start_that_does_not_name_its_devices_has_no_price():
     result = times.goodput([TIMINGS[0]])
-    assert result.cost(1.0) is None and result.other == ("an unknown device",)
+    assert result.cost(1.0) is None and result.unpriced == ("an unknown device",)
 
 
 def test_a_roll_back_is_paid_for_and_was_worth_nothing():
     """Nor were the steps that it went back over."""
     timings = [
         on("TPU v4", 2, {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0}),
-        lap(100, 100, 100.0, 100.0),
+        window(100, 100, 100.0, 100.0),
         {"kind": "roll_back", "step": 50, "time": 130.0, "seconds": 30.0},
-        lap(100, 50, 180.0, 50.0),
+        window(100, 50, 180.0, 50.0),
     ]
     result = times.goodput(timings)
     assert (result.parts["repeated"], result.parts["training"]) == pytest.approx((50 + 30, 50 + 50))
@@ -150,7 +150,7 @@ def test_a_week_between_the_end_and_an_extension_is_neither_waited_nor_paid():
     later = [
         *starting(("TPU v4", 1), ("TPU v4", 1)),
         on("TPU v4", 3, {"kind": "start", "step": 20, "time": 600_000.0, "seconds": 4.0}),
-        lap(30, 10, 600_010.0, 10.0),
+        window(30, 10, 600_010.0, 10.0),
     ]
     result = times.goodput(later)
     assert result.seconds == pytest.approx(113 + 14)
@@ -161,4 +161,4 @@ def test_a_week_between_the_end_and_an_extension_is_neither_waited_nor_paid():
 def test_before_the_first_line_there_is_nothing_to_say():
     result = times.goodput([])
     assert result.share is None and result.cost(1.0) is None
-    assert result.line(1.0) == "goodput: nothing was timed yet"
+    assert result.describe(1.0) == "goodput: nothing has been timed yet"

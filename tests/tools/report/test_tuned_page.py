@@ -23,7 +23,7 @@ def undrawn(monkeypatch):
 def test_a_fine_tuning_shows_its_scores_and_its_mistakes(kind, tmp_path):
     run = Run(kind)
     record = Record.read(run.write(tmp_path / "run"))
-    text = Tags(page.render([record])).text
+    text = Tags(page.render_page([record])).text
     main = next(iter(SCORES[kind]))
     newest = f"{record.evaluation[-1]['score']:.4f}{main}"
     worst = run.mistakes["worst"][0]
@@ -36,7 +36,7 @@ def test_a_fine_tuning_shows_its_scores_and_its_mistakes(kind, tmp_path):
 def test_a_score_of_each_file_is_shown_also_after_lines_without(tmp_path):
     run = Run()
     run.scored[-1]["accuracy/dev_matched"] = 0.12342
-    text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
+    text = Tags(page.render_page([Record.read(run.write(tmp_path / "run"))])).text
     assert "accuracy/dev_matched" in text and "0.1234" in text
 
 
@@ -45,14 +45,14 @@ def test_hostile_examples_are_shown_as_text(tmp_path):
     for one in run.mistakes["worst"]:
         one |= dict.fromkeys(("place", "truth", "predicted"), HOSTILE) | {"texts": [HOSTILE]}
     run.mistakes["confusions"][0][0] = run.task["guess"][0] = HOSTILE
-    text = page.render([Record.read(run.write(tmp_path / "run"))])
+    text = page.render_page([Record.read(run.write(tmp_path / "run"))])
     assert "<script>alert(1)</script> \\x1b[31mred" in assert_inert(text)
 
 
 def test_a_fine_tuning_that_has_only_begun_has_a_page(tmp_path):
     run = Run()
     run.train, run.scored, run.mistakes, run.timings = [], [], None, run.timings[:1]
-    text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
+    text = Tags(page.render_page([Record.read(run.write(tmp_path / "run"))])).text
     assert "No line is written yet" in text and "kept at the end of the run" in text
 
 
@@ -61,7 +61,7 @@ def test_a_run_of_similar_texts_promises_no_mistakes_and_a_corpus_has_no_share(t
     task = replace(run.experiment.task, kind="similar")
     run.experiment, run.mistakes = replace(run.experiment, task=task), None
     del run.task["unknown"]["train"]
-    text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
+    text = Tags(page.render_page([Record.read(run.write(tmp_path / "run"))])).text
     assert "Validation score: spearman" in text and "0.2 %" in text
     assert "kept at the end of the run" not in text
 
@@ -153,23 +153,23 @@ def test_scores_of_the_same_file_compare_wherever_it_lies(tmp_path):
 
 
 def test_what_a_run_has_spent_is_added_up(several):
-    """A lap of 3 steps a line, as it was logged."""
+    """A line is logged after each 3 steps."""
     (record,) = several({})
-    by_name = {axis.name: axis.cumulate(record) for axis in run_comparison.AXES}
-    laps = record.laps
-    tokens = sum(x["real_tokens_per_second"] / x["steps_per_second"] * x["steps"] for x in laps)
+    by_name = {axis.name: axis.converter(record) for axis in run_comparison.AXES}
+    windows = record.windows
+    tokens = sum(x["real_tokens_per_second"] / x["steps_per_second"] * x["steps"] for x in windows)
     assert by_name["tokens"]([0, record.steps_done]) == pytest.approx([0, tokens])
-    cpu = sum(x["cpu_seconds"] for x in laps)
+    cpu = sum(x["cpu_seconds"] for x in windows)
     assert by_name["CPU seconds"]([record.steps_done])[0] == pytest.approx(cpu)
     positions = 14 * 8 * 16 + 8 * 4 * 24  # of both phases
     assert 0.5 * positions < tokens <= positions
     first, all_ = by_name["FLOPs"]([14, 22])
     assert 0 < first < all_ and by_name["FLOPs"]([7])[0] == pytest.approx(first / 2)
     # What lies before a fork was paid for by the other run.
-    began, before = laps[3]["step"], by_name["FLOPs"]
-    record.origin, record.laps = {"fork": {"checkpoint": f"a/checkpoints/{began}"}}, laps[4:]
-    by_name = {axis.name: axis.cumulate(record) for axis in run_comparison.AXES}
-    cpu = sum(lap["cpu_seconds"] for lap in laps[4:])
+    began, before = windows[3]["step"], by_name["FLOPs"]
+    record.origin, record.windows = {"fork": {"checkpoint": f"a/checkpoints/{began}"}}, windows[4:]
+    by_name = {axis.name: axis.converter(record) for axis in run_comparison.AXES}
+    cpu = sum(x["cpu_seconds"] for x in windows[4:])
     assert by_name["CPU seconds"]([1, began, record.steps_done]) == pytest.approx([0, 0, cpu])
     wanted = [0, 0, all_ - before([began])[0]]
     assert by_name["FLOPs"]([1, began, 22]) == pytest.approx(wanted)
