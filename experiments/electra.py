@@ -1,12 +1,13 @@
-"""ELECTRA (Clark et al. 2020) at the size of tiny, as an objective of an experiment's own.
+"""ELECTRA (Clark et al. 2020) at the size of tiny: an objective that the experiment file defines.
 
-A small generator learns masked pieces; what it draws for them stands in the text that the encoder
-reads, which learns of each piece whether it was replaced. All positions teach, not 15 %.
+A small generator learns to predict masked tokens. Tokens sampled from its predictions replace the
+masks, and the encoder, as a discriminator, learns which tokens were replaced. The loss is over all
+tokens, not over 15 % of them.
 
-Source: Clark et al. 2020, section 3: the generator shares the embeddings, and is a third of the
-encoder, here in layers; lambda 50. Pieces to be predicted are all [MASK].
+Source: Clark et al. 2020, section 3. The generator shares the embeddings and has a third of the
+encoder's layers; lambda is 50. All tokens to predict are replaced by [MASK].
 Hardware: a CPU.
-Expected: the share of replaced pieces that is seen through leaves 0.
+Expected: `replaced_found`, the share of replaced tokens that are recognized, rises above 0.
 Command: bert-jax pretrain experiments/electra.py
 """
 
@@ -26,10 +27,12 @@ from bert_jax.model.losses import classification
 from bert_jax.training import sharding
 from bert_jax.training.sharding import Rule
 
-# Of the loss of replaced pieces, next to that of the generator (section 3.2).
+# The weight of the discriminator's loss; the generator's has weight 1 (section 3.2).
 LAMBDA = 50.0
-# Bits of the number by which a piece is drawn; places of noise, over those of all layers.
-BITS, _GENERATOR, _DRAWN = 24, 1_000, 1_001
+# A token is sampled by a random number of so many bits.
+BITS = 24
+# Sites of random bits; the encoder's sites, one for each layer, have smaller numbers.
+_GENERATOR_SITE, _SAMPLE_SITE = 1_000, 1_001
 
 
 @dataclass(frozen=True)
@@ -44,104 +47,115 @@ class Electra:
     losses: tuple[str, ...] = ("generator_loss", "replaced_loss")
 
     @property
-    def small(self) -> Model:
-        """The generator."""
+    def generator(self) -> Model:
+        """The config of the generator."""
         return replace(self.model, num_hidden_layers=max(self.model.num_hidden_layers // 3, 1))
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Of the encoder as ever; the generator's and the head's are never cut over DATA."""
+        """How parameters are sharded: the generator's and the head's not over the data axis."""
         own = [Rule("generator/.*"), Rule("replaced/(kernel|bias)")]
         return (*sharding.encoder_rules(self.model), *own)
 
     def init_params(self, key: jax.Array):
-        """The encoder, the generator's layers and head, and the head that tells pieces apart."""
+        """Returns parameters of the encoder, the generator and the discriminator's head."""
         encoder = heads.init_params(self.model, key)["encoder"]
-        small = heads.init_params(self.small, jax.random.fold_in(key, 1))
-        generator = {"layers": small["encoder"]["layers"], "masked_lm": small["masked_lm"]}
+        generator = heads.init_params(self.generator, jax.random.fold_in(key, 1))
+        layers_and_head = {
+            "layers": generator["encoder"]["layers"],
+            "masked_lm": generator["masked_lm"],
+        }
         rngs = nnx.Rngs(params=jax.random.fold_in(key, 2))
         head = layers.Dense(self.model.hidden_size, 1, initializer(self.model), rngs=rngs)
         replaced = nnx.to_pure_dict(nnx.state(head, nnx.Param))
-        return {"encoder": encoder, "generator": generator, "replaced": replaced}
+        return {"encoder": encoder, "generator": layers_and_head, "replaced": replaced}
 
     def forward(self, params, fixed, batch, noise, loop: Loop):
-        """Sums and counts of both parts; without noise the generator's likeliest piece is taken."""
+        """Returns each metric as a sum and a count, float32 [2].
+
+        Without noise, as in an evaluation, the generator's likeliest tokens replace the masks.
+        """
         del fixed
-        at = (lambda place: None) if noise is None else noise.at
-        logits = self._generated(params, batch, at(_GENERATOR), loop)
+        at = (lambda site: None) if noise is None else noise.at
+        logits = self._run_generator(params, batch, at(_GENERATOR_SITE), loop)
         labels, weights = batch["masked_lm_ids"], batch["masked_lm_weights"]
         loss, accuracy = classification(logits, labels, weights)
 
-        pieces = jax.lax.stop_gradient(logits)[..., : self.model.vocab_size]
-        drawn = _drawn(pieces, at(_DRAWN))
-        read = _put(batch, drawn)
-        is_replaced = (read != _put(batch, labels)).astype(jnp.float32)
+        token_logits = jax.lax.stop_gradient(logits)[..., : self.model.vocab_size]
+        input_ids = _fill_masks(batch, _sample_tokens(token_logits, at(_SAMPLE_SITE)))
+        # A sampled token that is the original one counts as not replaced (section 3.1).
+        is_replaced = (input_ids != _fill_masks(batch, labels)).astype(jnp.float32)
         encoder = heads.merge(self.model, {"encoder": params["encoder"]}).encoder
-        inputs = (read, batch["segment_ids"], batch["input_mask"])
+        inputs = (input_ids, batch["segment_ids"], batch["input_mask"])
         hidden = encode(encoder, self.model, *inputs, noise, loop)
         score = layers.linear(hidden, **params["replaced"])[..., 0]
-        seen = batch["input_mask"].astype(jnp.float32)
+        is_token = batch["input_mask"].astype(jnp.float32)
         nats = jax.nn.softplus(jnp.where(is_replaced > 0, -score, score))
-        right = ((score > 0) == (is_replaced > 0)).astype(jnp.float32)
+        is_right = ((score > 0) == (is_replaced > 0)).astype(jnp.float32)
 
-        def pair(values: jax.Array, where: jax.Array) -> jax.Array:
-            return jnp.stack([(values * where).sum(), where.sum()])
+        def sum_and_count(values: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.stack([(values * weights).sum(), weights.sum()])
 
         return {
             "generator_loss": loss,
             "generator_accuracy": accuracy,
-            "replaced_loss": pair(LAMBDA * nats, seen),
-            "replaced_accuracy": pair(right, seen),
-            "replaced_found": pair(right, seen * is_replaced),
+            "replaced_loss": sum_and_count(LAMBDA * nats, is_token),
+            "replaced_accuracy": sum_and_count(is_right, is_token),
+            "replaced_found": sum_and_count(is_right, is_token * is_replaced),
         }
 
     def counts(self, batch):
-        """Masked pieces, and pieces."""
+        """Returns the numbers of masked tokens and of all tokens."""
         return batch["masked_lm_weights"].sum(), batch["input_mask"].astype(jnp.float32).sum()
 
     def loss(self, metrics, counts):
-        """The generator's mean, and lambda times that of replaced pieces."""
+        """Returns the generator's mean loss plus lambda times the discriminator's."""
         sums = metrics["generator_loss"][0], metrics["replaced_loss"][0]
         return sums[0] / jnp.maximum(counts[0], 1.0) + sums[1] / jnp.maximum(counts[1], 1.0)
 
-    def _generated(self, params, batch, noise, loop: Loop) -> jax.Array:
-        own = params["generator"]
-        encoder = params["encoder"] | {"layers": own["layers"]}  # all else is shared
-        module = heads.merge(self.small, {"encoder": encoder, "masked_lm": own["masked_lm"]})
-        names = ("input_ids", "segment_ids", "input_mask")
-        # Its layers are not those that the loop may have to gather.
-        whole = loop._replace(gather=Loop().gather)
-        hidden = encode(module.encoder, self.small, *(batch[n] for n in names), noise, whole)
-        return heads.masked_lm_logits(module, self.small, hidden, batch["masked_lm_positions"])
+    def _run_generator(self, params, batch, noise, loop: Loop) -> jax.Array:
+        """Returns the generator's logits for the masked tokens, float32 [B, P, V]."""
+        cfg, own = self.generator, params["generator"]
+        encoder = params["encoder"] | {"layers": own["layers"]}  # the embeddings are shared
+        module = heads.merge(cfg, {"encoder": encoder, "masked_lm": own["masked_lm"]})
+        inputs = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+        # `loop.gather` gathers the encoder's layers. The generator's are never sharded.
+        loop = loop._replace(gather=Loop().gather)
+        hidden = encode(module.encoder, cfg, *inputs, noise, loop)
+        return heads.masked_lm_logits(module, cfg, hidden, batch["masked_lm_positions"])
 
 
-def _drawn(logits: jax.Array, noise: layers.Noise | None) -> jax.Array:
-    """A piece for each position, int32 [B, P], by a number of the row's own noise."""
+def _sample_tokens(logits: jax.Array, noise: layers.Noise | None) -> jax.Array:
+    """Samples a token for each position from its softmax, int32 [B, P]; without noise the argmax.
+
+    The random number of a position depends on its row only, not on the devices.
+    """
     if noise is None:
         return logits.argmax(axis=-1)
     bits = noise.keep((*logits.shape[:2], BITS), 0.5)
     number = (bits * 2.0 ** -jnp.arange(1, BITS + 1)).sum(axis=-1, keepdims=True)
-    below = jnp.cumsum(jax.nn.softmax(logits), axis=-1) <= number
-    return jnp.minimum(below.sum(axis=-1), logits.shape[-1] - 1)
+    is_below = jnp.cumsum(jax.nn.softmax(logits), axis=-1) <= number
+    return jnp.minimum(is_below.sum(axis=-1), logits.shape[-1] - 1)
 
 
-def _put(batch, pieces: jax.Array) -> jax.Array:
-    """The batch's ids with these pieces where some are to be predicted; unused places write 0."""
-    rows = jnp.arange(len(pieces))[:, None]
-    ids, where = batch["input_ids"], batch["masked_lm_positions"]
-    change = (pieces - jnp.take_along_axis(ids, where, axis=1)) * (batch["masked_lm_weights"] > 0)
-    return ids.at[rows, where].add(change)
+def _fill_masks(batch, tokens: jax.Array) -> jax.Array:
+    """Returns the batch's ids with `tokens`, int32 [B, P], at the masked positions."""
+    rows = jnp.arange(len(tokens))[:, None]
+    ids, positions = batch["input_ids"], batch["masked_lm_positions"]
+    change = tokens - jnp.take_along_axis(ids, positions, axis=1)
+    # Unused predictions have weight 0 and position 0, which may not change.
+    return ids.at[rows, positions].add(change * (batch["masked_lm_weights"] > 0))
 
 
 def electra(model: Model, data: Data) -> Electra:
-    """The objective of `data.code`; `Electra.forward` takes a row to be one example."""
+    """Returns the objective for `data.code`; its rows must be one example each."""
     if data.attention != "whole_row":
-        raise InputError("data.attention: electra takes rows that are one example")
+        raise InputError("data.attention: electra needs rows of one example; set it to whole_row")
     return Electra(model)
 
 
 def experiment() -> Experiment:
-    """As tiny, all of whose pieces to be predicted are [MASK]."""
+    """Returns tiny with this objective; all tokens to predict are replaced by [MASK]."""
     import tiny
 
     parent = tiny.experiment()

@@ -1,16 +1,19 @@
-"""ELMo (Peters et al. 2018) at the size of tiny, as an encoder and an objective of an experiment's
-own: LSTMs from left to right and from right to left, which predict each piece from both sides.
+"""ELMo (Peters et al. 2018) at the size of tiny: the experiment file defines encoder and objective.
+
+Stacked LSTMs read each row from left to right and from right to left; each token is predicted from
+the tokens before it and from those after it.
 
 Source: Peters et al. 2018, section 3; numerics as in allenai/bilm-tf, training.py: states are
-projected, layers after the first add to what they read, and dropout comes before each layer and
-before the softmax. What differs: pieces have a table of vectors, which both directions share and
-the softmax reads, in place of convolutions over characters; the softmax is whole; and every row
-begins with states of zero.
+projected, layers after the first have residual connections, and dropout comes before each layer and
+before the softmax. Differences: token embeddings, which both directions and the softmax share,
+instead of convolutions over characters; a full softmax instead of a sampled one; states begin at 0
+in each row.
 Hardware: a CPU.
 Expected: about 185 steps in 150 CPU seconds, see tables/objectives.py.
 Command: bert-jax pretrain experiments/elmo.py
 
-The halves of D are the two directions, each of which sees its own half alone.
+The first half of the D numbers of a vector belongs to the forward LSTMs, the second half to the
+backward LSTMs. No operation mixes the halves.
 
 Shape letters: B batch, S sequence, P predictions, D width, V vocabulary.
 """
@@ -35,7 +38,7 @@ from bert_jax.training.sharding import Rule
 
 
 class Embeddings(nnx.Module):
-    """Vectors of pieces, half as wide as the encoder."""
+    """Token embeddings, D / 2 wide: both directions read the same."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         rows, half = parts.padded_vocab_size(cfg), cfg.hidden_size // 2
@@ -44,43 +47,44 @@ class Embeddings(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings and L layers of `model.intermediate_size` cells in each direction."""
+    """Embeddings, and L layers with `model.intermediate_size` LSTM cells in each direction."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
         keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
         half, cells = cfg.hidden_size // 2, cfg.intermediate_size
 
-        def layer(key: jax.Array) -> lstm.Direction:
+        def make_layer(key: jax.Array) -> lstm.Direction:
             return lstm.both_directions(half, cells, half, rngs=nnx.Rngs(params=key))
 
-        # A layer whose parameters carry the first dimensions [L, 2].
-        self.layers = jax.vmap(layer)(keys)
+        # One module for all layers and both directions: its parameters have shape [L, 2, ...].
+        self.layers = jax.vmap(make_layer)(keys)
 
 
 def run_encoder(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs="last"):
-    """See `bert_jax.model.kinds.encode`; layer 0 is the embeddings twice, once a direction."""
+    """Runs the encoder, see `bert_jax.model.kinds.encode`; layer 0 is the embeddings, repeated."""
     del segment_ids
     dtype = jnp.dtype(cfg.compute_dtype)
     word = parts.look_up(encoder.embeddings.word.embedding[...], input_ids, dtype).astype(dtype)
 
-    def run(layer, number, x, noise, kept):
+    def run_layer(layer, number, x, noise, kept):
         del kept
         x = layers.dropout(x, noise, cfg.hidden_dropout_prob).astype(dtype)
         if isinstance(input_mask, Packing):
             halves = jnp.stack(jnp.split(input_mask.unpack(x), 2, axis=-1))
-            read = input_mask.pack(lstm.run_both(layer, halves, input_mask.mask))
+            output = input_mask.pack(lstm.run_both(layer, halves, input_mask.mask))
         else:
-            read = lstm.run_both(layer, jnp.stack(jnp.split(x, 2, axis=-1)), input_mask)
-        return (read + jnp.where(number == 0, 0.0, x.astype(jnp.float32))).astype(dtype)
+            output = lstm.run_both(layer, jnp.stack(jnp.split(x, 2, axis=-1)), input_mask)
+        residual = jnp.where(number == 0, 0.0, x.astype(jnp.float32))
+        return (output + residual).astype(dtype)
 
-    twice = jnp.concatenate([word, word], axis=-1)
-    last, every = parts.run_layers(run, encoder.layers, twice, noise, loop, outputs)
+    both = jnp.concatenate([word, word], axis=-1)
+    last, every = parts.run_layers(run_layer, encoder.layers, both, noise, loop, outputs)
     return last if every is None else every
 
 
-def of_text(hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
-    """Of each direction where it ends: [B, S, D] -> [B, D]."""
+def pool_final_states(hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
+    """Returns the final state of each direction: [B, S, D] -> [B, D]."""
     half = hidden.shape[-1] // 2
     last = jnp.maximum(input_mask.sum(axis=1) - 1, 0)
     at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -88,23 +92,24 @@ def of_text(hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
 
 
 def encoder() -> OwnEncoder:
-    """The encoder of `model.code`."""
+    """Returns the encoder for `model.code`."""
     rules = (
         Rule("encoder/embeddings/word/embedding", data=(0, 1)),
-        # Both directions are stacked, too.
+        # Kernels have the shape [L, 2, inputs, outputs].
         Rule("encoder/layers/(gates|projection)/kernel", data=(2,)),
         Rule("encoder/layers/gates/bias"),
     )
-    return OwnEncoder(Encoder, run_encoder, None, rules, of_text)
+    return OwnEncoder(Encoder, run_encoder, None, rules, pool_final_states)
 
 
 # --- the objective --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Languages:
-    """Each piece from what is left of it, and from what is right of it (section 3.1); see
-    `bert_jax.training.objective.Objective`.
+class BidirectionalLanguageModel:
+    """Predicts each token from those before it, and from those after it (section 3.1).
+
+    It is a `bert_jax.training.objective.Objective`.
     """
 
     model: Model
@@ -116,17 +121,17 @@ class Languages:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Those of the encoder; the softmax's bias is never cut."""
+        """How parameters are sharded: the softmax's bias not at all."""
         return (*sharding.encoder_rules(self.model), Rule("softmax/output_bias"))
 
     def init_params(self, key: jax.Array):
-        """The encoder, and the softmax's bias; its weights are the word embeddings."""
+        """Returns the encoder's parameters and the softmax's bias; embeddings are its weights."""
         bias = jnp.zeros(parts.padded_vocab_size(self.model), jnp.float32)
         encoder = heads.init_params(self.model, key)["encoder"]
         return {"encoder": encoder, "softmax": {"output_bias": bias}}
 
     def logits(self, params, ids: jax.Array, input_mask: jax.Array, noise, loop) -> jax.Array:
-        """Scores of all pieces but a row's first and last, by what is left and right of each.
+        """Returns logits for all tokens except a row's first and last: forward, then backward.
 
         int32 [B, S] each -> float32 [2, B, S - 2, V].
         """
@@ -135,16 +140,20 @@ class Languages:
         hidden = encode(encoder, cfg, ids, jnp.zeros_like(ids), input_mask, noise, loop)
         site = None if noise is None else noise.at(cfg.num_hidden_layers)
         hidden = layers.dropout(hidden, site, cfg.hidden_dropout_prob).astype(hidden.dtype)
-        left, right = jnp.split(hidden, 2, axis=-1)
+        forward, backward = jnp.split(hidden, 2, axis=-1)
         bias = params["softmax"]["output_bias"]
         bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, -1e9)
-        seen, table = jnp.stack([left[:, :-2], right[:, 2:]]), encoder.embeddings.word.embedding
-        return layers.linear(seen, table[...], bias, "outputs_inputs")
+        # Token i is predicted from the forward state of i - 1 and the backward state of i + 1.
+        states, table = (
+            jnp.stack([forward[:, :-2], backward[:, 2:]]),
+            encoder.embeddings.word.embedding,
+        )
+        return layers.linear(states, table[...], bias, "outputs_inputs")
 
     def forward(self, params, fixed, batch, noise, loop):
-        """Sums and counts of both directions, over all pieces but specials."""
+        """Returns each metric as a sum and a count over all tokens except [CLS] and [SEP]."""
         del fixed
-        ids, weights = _whole(batch)
+        ids, weights = _restore_tokens(batch)
         labels = ids[:, 1:-1]
         sums: tuple[jax.Array, ...] = ()
         for logits in self.logits(params, ids, batch["input_mask"], noise, loop):
@@ -152,41 +161,44 @@ class Languages:
         return dict(zip(self.metrics, sums, strict=True))
 
     def counts(self, batch):
-        """Predicted pieces, by which both losses are divided."""
-        count = _whole(batch)[1].sum()
+        """Returns the number of predicted tokens for each of the two losses."""
+        count = _restore_tokens(batch)[1].sum()
         return count, count
 
     def loss(self, metrics, counts):
-        """The sum of both means."""
-        both = sum(metrics[name][0] for name in self.losses)
-        return both / (counts[0] + losses.MASKED_LM_EPS)
+        """Returns the sum of both mean losses."""
+        total = sum(metrics[name][0] for name in self.losses)
+        return total / (counts[0] + losses.MASKED_LM_EPS)
 
 
-def _whole(batch) -> tuple[jax.Array, jax.Array]:
-    """Rows without masks, int32 [B, S], and where they have text, float32 [B, S - 2]."""
-    ids, where = batch["input_ids"], batch["masked_lm_positions"]
-    change = batch["masked_lm_ids"] - jnp.take_along_axis(ids, where, axis=1)
+def _restore_tokens(batch) -> tuple[jax.Array, jax.Array]:
+    """Returns the original ids of masked rows, int32 [B, S], and weights, float32 [B, S - 2].
+
+    A weight is 0 for [CLS], [SEP] and padding, else the row's.
+    """
+    ids, positions = batch["input_ids"], batch["masked_lm_positions"]
+    change = batch["masked_lm_ids"] - jnp.take_along_axis(ids, positions, axis=1)
     rows = jnp.arange(len(ids))[:, None]
-    ids = ids.at[rows, where].add(change * (batch["masked_lm_weights"] > 0))
-    # Rows begin with [CLS] and end with [SEP], which stands between documents, too.
+    ids = ids.at[rows, positions].add(change * (batch["masked_lm_weights"] > 0))
+    # A row begins with [CLS] and ends with [SEP], which also separates documents.
     last = batch["input_mask"].sum(axis=1, keepdims=True) - 1
-    special = (ids == ids[:, :1]) | (ids == jnp.take_along_axis(ids, last, axis=1))
-    text = ~special & (batch["input_mask"] > 0)
-    return ids, text[:, 1:-1] * batch["row_weights"][:, None]
+    is_special = (ids == ids[:, :1]) | (ids == jnp.take_along_axis(ids, last, axis=1))
+    is_text = ~is_special & (batch["input_mask"] > 0)
+    return ids, is_text[:, 1:-1] * batch["row_weights"][:, None]
 
 
-def languages(model: Model, data: Data) -> Languages:
-    """The objective of `data.code`."""
+def languages(model: Model, data: Data) -> BidirectionalLanguageModel:
+    """Returns the objective for `data.code`."""
     if data.units != "sentences" or data.attention != "whole_row":
         raise InputError(
-            "data.objective, data.attention: elmo takes rows of full sentences, data.objective=mlm "
-            "and data.attention=whole_row"
+            "data.objective, data.attention: elmo needs rows of full sentences; set "
+            "data.objective=mlm and data.attention=whole_row"
         )
-    return Languages(model)
+    return BidirectionalLanguageModel(model)
 
 
 def experiment() -> Experiment:
-    """As tiny, but for what learns and what is learned; a layer is twice as wide."""
+    """Returns tiny with this encoder, twice as wide, and this objective."""
     import tiny
 
     parent = tiny.experiment()

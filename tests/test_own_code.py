@@ -235,10 +235,10 @@ def test_electra_draws_pieces_as_often_as_the_generator_says(tmp_path):
     names = names_of("electra", tmp_path)
     logits = jnp.log(jnp.array([0.5, 0.25, 0.05, 0.2]))
     noise = layers.RowNoise.of(jax.random.key(1), jnp.arange(4_000, dtype=jnp.uint32))
-    drawn = names["_drawn"](jnp.broadcast_to(logits, (4_000, 2, 4)), noise)
+    drawn = names["_sample_tokens"](jnp.broadcast_to(logits, (4_000, 2, 4)), noise)
     shares = np.bincount(np.asarray(drawn).ravel(), minlength=4) / 8_000
     np.testing.assert_allclose(shares, [0.5, 0.25, 0.05, 0.2], atol=0.02)  # four deviations
-    assert names["_drawn"](logits[None, None], None).tolist() == [[0]]
+    assert names["_sample_tokens"](logits[None, None], None).tolist() == [[0]]
 
 
 @pytest.mark.long
