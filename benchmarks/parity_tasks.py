@@ -101,15 +101,14 @@ def make(model: str, case: Case, place: pathlib.Path) -> None:
     )
     quiet = Progress(LineConsole(quiet=True))
     finetune(experiment, str(place / "base"), str(place / "run"), quiet)
+    tuned = FinetunedModel.load(open_workdir(place / "run"))
     if experiment.task.spec.makes_vectors:
-        model_of_vectors = FinetunedModel.load(open_workdir(place / "run"))
-        exporting.export(model_of_vectors, epath.Path(place / "task"), None, "float32")
-        (place / "says.json").write_text(json.dumps(vectors_say(model_of_vectors)))
+        exporting.export(tuned, epath.Path(place / "task"), None, "float32")
+        (place / "says.json").write_text(json.dumps(vectors_say(tuned)))
         return
-    tuned = TaskModel(open_workdir(place / "run"))
     forms = ["task", "adapter"] if adapt["how"] == "lora" else ["task"]
     names = [finetuned.export(tuned, f, "float32", epath.Path(place / f)) for f in forms]
-    (place / "says.json").write_text(json.dumps(says(tuned) | {"forms": forms, "class": names[0]}))
+    (place / "says.json").write_text(json.dumps(says(tuned.task_model) | {"forms": forms, "class": names[0]}))
 
 
 def write_base(name: str, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
