@@ -108,7 +108,9 @@ def make(model: str, case: Case, place: pathlib.Path) -> None:
         return
     forms = ["task", "adapter"] if adapt["how"] == "lora" else ["task"]
     names = [finetuned.export(tuned, f, "float32", epath.Path(place / f)) for f in forms]
-    (place / "says.json").write_text(json.dumps(says(tuned.task_model) | {"forms": forms, "class": names[0]}))
+    (place / "says.json").write_text(
+        json.dumps(says(tuned.task_model) | {"forms": forms, "class": names[0]})
+    )
 
 
 def write_base(name: str, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
