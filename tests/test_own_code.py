@@ -130,16 +130,28 @@ def test_the_encoder_goes_on_without_the_rest(run):
 
 # What breaks a protocol, and what is named.
 WRONG = [
-    ("electra", ('"replaced_accuracy": pair(right, seen),', ""), "forward: must return"),
-    ("electra", ("pair(right, seen * is_replaced)", "right"), "[2], not float32 [8, 16]"),
+    (
+        "electra",
+        ('"replaced_accuracy": sum_and_count(is_right, is_token),', ""),
+        "forward: must return",
+    ),
+    (
+        "electra",
+        ("sum_and_count(is_right, is_token * is_replaced)", "is_right"),
+        "[2], not float32 [8, 16]",
+    ),
     ("electra", ('Rule("generator/.*"), ', ""), "ValueError: generator/"),
-    ("electra", ("sums[0] / ", "sums[2] / "), ":105: IndexError"),
+    ("electra", ("sums[0] / ", "sums[2] / "), ":114: IndexError"),
     ("electra", ('batch["masked_lm_weights"].sum(), batch', "batch"), "a tuple of 2 scalars"),
     ("electra", ("frozen=True", "frozen=False"), "TypeError: unhashable type"),
     ("electra", ("return Electra(model)", "return model"), "has no attribute"),
     ("electra", ('"encoder": encoder, "gen', '"enc": encoder, "gen'), "['encoder']"),
     ("alibi", ("context.astype(value.dtype)", "context[:, :1]"), "TypeError"),
-    ("alibi", ("softmax(scores(query, key), axis=-1)", "silu(x)"), "attention_probabilities"),
+    (
+        "alibi",
+        ("softmax(attention_scores(query, key), axis=-1)", "silu(x)"),
+        "attention_probabilities",
+    ),
     ("alibi", ("    return OwnEncoder(", "    return ("), "must return an OwnEncoder"),
 ]
 
