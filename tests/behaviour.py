@@ -138,7 +138,9 @@ def plans() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests" / "tools" / "plan" / "modules").glob("*.txt.gz")):
         text = gzip.decompress(path.read_bytes()).decode()
         is_module = text.startswith("HloModule")  # else the listing of one kernel
-        read = schedule.read(hlo.parse(text)) if is_module else bundles.scheduled_cycles(text)
+        read = (
+            schedule.read_program(hlo.parse(text)) if is_module else bundles.scheduled_cycles(text)
+        )
         yield f"plan {path.name}", sha(repr(read).encode())
 
 

@@ -51,11 +51,11 @@ ABOVE = {
     "storage": 2_119,
     "tasks": 5_224,
     "text": 3_257,
-    "tools": 8_812,
+    "tools": 8_805,
     "training": 2_407,
-    "benchmarks": 3_296,
-    "experiments": 1_798,
-    "tests": 40_000,
+    "benchmarks": 3_297,
+    "experiments": 1_831,
+    "tests": 39_997,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

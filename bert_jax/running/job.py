@@ -172,6 +172,6 @@ def make_steps(job: Job, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[
     spec = step.StepSpec(phase.objective, training.optimizer, parallelism, accumulation, mesh)
     train_step = checked_step = step.make_train_step(spec, training.total_steps)
     if job.experiment.run.check_every:
-        checks = step.self_checks(mesh_lib.device_kind(mesh))
+        checks = step.self_check_options(mesh_lib.device_kind(mesh))
         checked_step = step.make_train_step(spec, training.total_steps, checks)
     return train_step, checked_step, step.make_fingerprints(spec)

@@ -110,7 +110,7 @@ def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
 
 
-def self_checks(device_kind: str) -> CompilerOptions:
+def self_check_options(device_kind: str) -> CompilerOptions:
     """Returns the compiler's options for a step in which a TPU checks its own arithmetic.
 
     Each operation is repeated and its results are compared; a difference halts the program with an
@@ -138,7 +138,7 @@ def make_train_step(
     The state and the window are donated. The window has the sums of metrics since it was last
     emptied. `fixed` has the frozen parameters, whole on all devices; it is optional. `total_steps`,
     of all phases, is the schedule's length; `compiler_options` are added to those of the devices'
-    `collectives.Method`, see `self_checks`.
+    `collectives.Method`, see `self_check_options`.
     """
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)

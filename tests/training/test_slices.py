@@ -74,7 +74,7 @@ def test_between_slices_only_sums_of_shards_travel(parallelism):
     window, key = step.empty_window(objective.metrics), step.phase_key(samples.MODEL, 0, 0)
     train_step = step.make_train_step(spec, samples.TOTAL)
     compiled = train_step.lower(abstract, window, batch, key).compile()
-    program = schedule.read(hlo.parse(compiled.as_text()))
+    program = schedule.read_program(hlo.parse(compiled.as_text()))
     across = [one for one in program.collectives if len({n // 2 for n in one.group}) > 1]
     early = parallelism == ZERO3  # behind the next layer's work
     assert {one.kind for one in across} == {"all-reduce"}

@@ -1,9 +1,9 @@
 """Compiles the training step ahead of time for TPU slices that need not exist.
 
 libtpu, an ordinary package for Linux on x86-64, contains the compiler. Each compilation has its own
-process: the compiler sometimes crashes, and only at its start it reads where to dump the schedules
-of operations. The outcome is cached in the user's cache folder, under a hash of everything that it
-depends on.
+process: the compiler sometimes crashes, and it reads only at its start where to dump the schedules
+of operations. The outcome is cached in the user's cache folder, under a hash of everything that
+determines it.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu tries for half a minute to find this machine's pod
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Writes the bundles of each operation: takes twice the compiler's time, and 80 MB of files.
-DUMP = (
+# Write the bundles of each operation: doubles the compiler's time, and needs 80 MB for files.
+DUMP_FLAGS = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
 # Seconds after which a compilation is reported again.
@@ -66,7 +66,7 @@ _SOURCES = (
 _CACHE_SECONDS = 30 * 24 * 3600.0
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-# The compiler's messages: for temporaries alone, or for the whole memory of a program.
+# The compiler's messages. The first counts temporaries alone, the second all memory of a program.
 _TOO_LARGE = (
     re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
@@ -86,17 +86,17 @@ class CompileJob:
 class Outcome:
     """The result of a job."""
 
-    # "too large": does not fit into memory; "refused": the layout does not suit the slice;
-    # "failed": the compiler refused for another reason; "crashed": the process was killed.
+    # "too large": does not fit into memory; "refused": the layout does not suit the slice, and was
+    # not compiled; "failed": another error of the compiler; "crashed": the process was killed.
     kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
     message: str = ""  # one line; "" if it compiled
-    # Bytes of a device that the program needs, and that the device has; None if not known.
+    # Bytes that the program needs and may use on a device, if it is too large; None if not known.
     wanted: float | None = None
     available: float | None = None
     # Bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     program: schedule.Program | None = None  # None unless compiled
-    # For each device, in the order of the mesh: chip coordinates, number on the chip.
+    # The location of each device, in the order of the mesh: chip coordinates, number on the chip.
     places: tuple[tuple[int, ...], ...] = ()
     parameters: tuple[str, ...] = ()  # a line for each parameter, see `parameter_table`
     whole_batch: tuple[str, ...] | None = None  # see `hlo.whole_batch_arrays`
@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("libtpu", "jax", "jaxlib")}
 
 
-# --- the command's side ---
+# --- in the process of the command ---
 
 
 def compile_all(
@@ -140,7 +140,7 @@ def compile_all(
 ) -> list[Outcome]:
     """Compiles jobs, two at a time; cached outcomes are not compiled again."""
     versions()
-    width = min(_AT_ONCE, system.cores())  # one under `taskset` with one core
+    width = min(_AT_ONCE, system.cores())
     outcomes = {
         number: outcome for number, job in enumerate(jobs) if (outcome := _cached_outcome(job))
     }
@@ -153,9 +153,8 @@ def compile_all(
                 while waiting and len(running) < width:
                     number = waiting.pop(0)
                     job = jobs[number]
-                    layout = layout_of(job.experiment, job.phase)
-                    log(f"compiling {_describe(job)}, {layout}")
-                    running[_begin(jobs[number], pathlib.Path(folder, f"{number}"))] = number
+                    log(f"compiling {_describe(job)}, {layout_of(job.experiment, job.phase)}")
+                    running[_start_worker(job, pathlib.Path(folder, f"{number}"))] = number
                 ended = wait(running, _REPORT_SECONDS)
                 if not ended:
                     names = "; ".join(_describe(jobs[number]) for number in running.values())
@@ -163,7 +162,7 @@ def compile_all(
                 for worker in ended:
                     number = running.pop(worker)
                     path = pathlib.Path(folder, f"{number}")
-                    outcome = outcomes[number] = _end(jobs[number], path, worker)
+                    outcome = outcomes[number] = _collect_outcome(jobs[number], path, worker)
                     if minutes := outcome.cpu_seconds / 60:
                         log(f"{_describe(jobs[number])}: {minutes:.1f} CPU minutes")
                     if outcome.kind == "refused" and refusals == "raise":
@@ -181,7 +180,7 @@ def _cached_outcome(job: CompileJob) -> Outcome | None:
 
 
 def _cache_path(job: CompileJob) -> epath.Path:
-    return cache_folder() / "compiled" / f"{key(job)}.json"
+    return cache_folder() / "compiled" / f"{cache_key(job)}.json"
 
 
 def _describe(job: CompileJob) -> str:
@@ -192,11 +191,11 @@ def _describe(job: CompileJob) -> str:
     )
 
 
-def _begin(job: CompileJob, folder: pathlib.Path) -> Worker:
+def _start_worker(job: CompileJob, folder: pathlib.Path) -> Worker:
     """Starts to compile a job in a worker without devices, with its files in `folder`."""
     dump = folder / "dump"
     dump.mkdir(parents=True)
-    arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(dump)}".strip()
+    arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP_FLAGS.format(dump)}".strip()
     environment = os.environ | code.environment() | _ENVIRONMENT
     environment |= {"LIBTPU_INIT_ARGS": arguments}
     environment.pop("XLA_FLAGS", None)  # plans use the compiler's default flags
@@ -206,7 +205,7 @@ def _begin(job: CompileJob, folder: pathlib.Path) -> Worker:
     return worker
 
 
-def _end(job: CompileJob, folder: pathlib.Path, worker: Worker) -> Outcome:
+def _collect_outcome(job: CompileJob, folder: pathlib.Path, worker: Worker) -> Outcome:
     """Returns the outcome of a worker's job, and caches it."""
     try:
         outcome = worker.result()
@@ -230,8 +229,8 @@ def _end(job: CompileJob, folder: pathlib.Path, worker: Worker) -> Outcome:
     return outcome
 
 
-def key(job: CompileJob) -> str:
-    """Returns a hash of everything that the outcome of a job depends on, including this code."""
+def cache_key(job: CompileJob) -> str:
+    """Returns a hash of everything that determines the outcome of a job, including this code."""
     experiment = job.experiment
     micro_batches = experiment.parallelism.accumulation_of(job.phase)
     parallelism = dataclasses.replace(experiment.parallelism, accumulation=(micro_batches,))
@@ -241,7 +240,7 @@ def key(job: CompileJob) -> str:
         *map(config.flatten, (parallelism, phase)),
         # The objectives of all phases determine the metrics and the parameters.
         [phase.objective for phase in experiment.phases],
-        *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # further programs
+        *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # add programs
         experiment.total_steps,
         job.topology.name,
         versions(),
@@ -261,28 +260,28 @@ def _code_version() -> str:
     return digest.hexdigest()
 
 
-# --- the worker ---
+# --- in the worker process ---
 
 
 def compile_job(job: CompileJob, dump: str) -> Outcome:
     """Compiles a job, in a process whose compiler writes its schedules into the folder `dump`."""
     topology = job.topology
-    described = topologies.get_topology_desc(
+    description = topologies.get_topology_desc(
         platform="tpu", topology_name=topology.slice_name, **topology.compiler_options
     )
     try:
-        outcome = compile_step(job.experiment, job.phase, described.devices, dump)
+        outcome = compile_step(job.experiment, job.phase, description.devices, dump)
     except InputError as error:
         return Outcome(kind="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
-        outcome = failure(str(error))
+        outcome = parse_failure(str(error))
     return dataclasses.replace(outcome, cpu_seconds=time.process_time())
 
 
 def compile_step(
     experiment: Experiment, number: int, devices: Sequence[jax.Device], dump: str
 ) -> Outcome:
-    """Compiles the training step of a phase for devices that need not exist.
+    """Compiles the training step of phase `number` for devices that need not exist.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses.
@@ -295,7 +294,7 @@ def compile_step(
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None  # a TPU's compiler returns both
     module = hlo.parse(text)
-    program = schedule.read(module, bundles.reader(dump))
+    program = schedule.read_program(module, bundles.make_cycle_lookup(dump))
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     # The code of all programs is loaded; one of the programs runs at a time.
     for other, held_bytes in _other_programs(experiment, number, mesh, state):
@@ -327,8 +326,8 @@ def lower_step(
     state: step.State,
     compiler_options: CompilerOptions = (),
 ) -> jax.stages.Lowered:
-    """Traces the training step of a phase for a mesh and an abstract state."""
-    spec = _spec(experiment, number, mesh)
+    """Traces the training step of phase `number` for a mesh and an abstract state."""
+    spec = _make_step_spec(experiment, number, mesh)
     train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
     window = jax.eval_shape(lambda: step.empty_window(objective_lib.metric_names(experiment)))
     window = _with_sharding(window, mesh_lib.replicated(mesh))
@@ -337,11 +336,9 @@ def lower_step(
     return lowerable.lower(state, window, *_batch_and_key(experiment, number, mesh))
 
 
-def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
-    parallelism, objective = (
-        experiment.parallelism,
-        objective_lib.make_objective(experiment, number),
-    )
+def _make_step_spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
+    parallelism = experiment.parallelism
+    objective = objective_lib.make_objective(experiment, number)
     micro_batches = parallelism.accumulation_of(number)
     return step.StepSpec(objective, experiment.optimizer, parallelism, micro_batches, mesh)
 
@@ -349,18 +346,22 @@ def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.
 def _other_programs(
     experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
 ) -> Iterator[tuple[jax.stages.Lowered, int]]:
-    """Yields programs that run instead of a step or before it, and bytes held during their run."""
+    """Yields the step with self-checks and the recompute check, if the experiment has them.
+
+    With each comes the number of bytes that a device holds in addition while the program runs.
+    """
     run = experiment.run
     if run.check_every:
-        options = step.self_checks(mesh_lib.device_kind(mesh))
+        options = step.self_check_options(mesh_lib.device_kind(mesh))
         yield lower_step(experiment, number, mesh, state, options), 0
     if run.replay_every:
-        replay = cast(jax.stages.Wrapped, step.make_fingerprints(_spec(experiment, number, mesh)))
+        program = step.make_fingerprints(_make_step_spec(experiment, number, mesh))
         batch, key = _batch_and_key(experiment, number, mesh)
-        arguments = state["params"], None, state["step"], batch, key, batch
+        frozen, rotated_batch = None, batch  # a rotation keeps shapes
+        arguments = state["params"], frozen, state["step"], batch, key, rotated_batch
         held = jax.tree.leaves({name: state[name] for name in state if name != "params"})
         yield (
-            replay.lower(*arguments),
+            cast(jax.stages.Wrapped, program).lower(*arguments),
             sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held),
         )
 
@@ -389,11 +390,8 @@ def _with_sharding(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     )
 
 
-def failure(message: str) -> Outcome:
-    """Returns the outcome for an error message of the compiler.
-
-    If a program needs too much memory, `wanted` and `available` are read from the message.
-    """
+def parse_failure(message: str) -> Outcome:
+    """Returns the outcome for an error message of the compiler."""
     line = message.strip().split("\n")[0]
     if not line.startswith("RESOURCE_EXHAUSTED"):
         return Outcome(kind="failed", message=line)

@@ -1,17 +1,17 @@
 """Estimates the time of a step from its program, term by term.
 
-Nothing here was measured on a TPU. The estimate follows the schedule of a step. A transfer begins
-when its links are free; the links of an axis serve one transfer at a time. What needs a transfer
-waits for its arrival. So a transfer costs only the wait that remains after the work and kernels in
-between, and each stretch of work hides one transfer per link, not several.
+Nothing here was measured on a TPU. The estimate simulates the schedule of a step. A transfer begins
+when its links are free; the links of an axis serve one transfer at a time. An operation waits for
+the transfers that bring its data. So a transfer costs only the wait that remains after the work and
+kernels in between, and the same work hides one transfer per link, not several.
 
-    products      matrix products: the compiler's estimate, which leaves out much of what is fused
-                  into one, or the cycles that it schedules, whichever is more / clock
+    products      matrix products: the compiler's estimate, which omits much of what is fused into
+                  a product, or the scheduled cycles, whichever is more; / clock
     copies        bytes of the device's memory (HBM) read and written / its bandwidth, and
                   COPY_SECONDS to begin; at most what the compiler estimates
-    other         the compiler's estimate / clock: up to three times too much
-    kernels       the larger of cycles as the compiler schedules them / clock, and bytes / memory
-                  bandwidth; of those whose cycles are not known the latter, and they are named
+    other         the compiler's estimate / clock: too high by up to a factor of three
+    kernels       scheduled cycles / clock, or bytes / memory bandwidth, whichever is more; a kernel
+                  of unknown cycles takes the latter, and the report names it
     random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock)
     prefetch      waits for transfers from or to memory during other work
     issue         ISSUE_SECONDS, an assumption, for each permutation
@@ -19,11 +19,12 @@ between, and each stretch of work hides one transfer per link, not several.
                   scatter, twice as much for an all-reduce, over the links of the axes that the
                   group spans: in both directions if the axis is a ring, else in one; a permutation
                   takes as long as its slowest pair
-    network       waits for the sums over slices, one after the other: bytes as for an all-reduce,
-                  over a chip's share of the data centre's network; and NETWORK_SECONDS, an
-                  assumption, for each of two ways
+    network       waits for sums over slices, one sum at a time: bytes as for an all-reduce, over a
+                  chip's share of the data centre's network, and NETWORK_SECONDS, an assumption, for
+                  each way of a round trip
     latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way;
-                  a gather over several axes at once is one ring through all chips, both ways round
+                  a gather over several axes at once is one ring through all chips, in both
+                  directions
 """
 
 import collections
@@ -33,11 +34,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bert_jax.tools.plan import work
-from bert_jax.tools.plan.schedule import SEND, Collective, Program, Step
+from bert_jax.tools.plan.schedule import SEND, Action, Collective, Program
 from bert_jax.tools.plan.topology import Topology
 
-# TPUs draw random bits by a special instruction. The compiler schedules a register of 4,096 bytes
-# every other cycle with little else: 1,940 bytes a cycle on v5e, 1,990 on v3.
+# TPUs draw random bits by a special instruction, which fills a register of 4,096 bytes. As
+# scheduled, it runs about every second cycle: 1,940 bytes a cycle on v5e, 1,990 on v3.
 RANDOM_BYTES_PER_CYCLE = 1950
 # Time from a chip to the next, as in "How to Scale Your Model".
 HOP_SECONDS = 1e-6
@@ -54,17 +55,16 @@ ASSUMPTIONS = {
     "issue_seconds": ISSUE_SECONDS,
     "network_seconds": NETWORK_SECONDS,
 }
-# Number of the links between the cores of a chip, next to the axes of the torus.
-WITHIN_CHIPS = -1
-# Numbers of the links between a device and its memory, and of the network between slices.
-_MEMORY, NETWORK = -2, -3
+# In place of an axis of the torus: the links between the cores of a chip, the link between a device
+# and its memory, the network between slices.
+WITHIN_CHIPS, _MEMORY, NETWORK = -1, -2, -3
 
 # The location of a device: chip coordinates, then its number on the chip.
 Location = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seconds:
+class StepTime:
     """The time of a step in terms, with waits and transfer times."""
 
     terms: dict[str, float]  # {name: seconds}, all of TERMS
@@ -92,14 +92,11 @@ class Cost(NamedTuple):
     axes: frozenset[int]  # includes WITHIN_CHIPS if several cores of a chip take part
 
 
-def estimate(program: Program, topology: Topology, places: Sequence[Location]) -> Seconds:
-    """Returns the time of a step, term by term.
-
-    `places` are the locations of the devices, in the order of the mesh.
-    """
-    timeline = _Timeline(program, topology, places)
-    timeline.run(program.schedule, 1)
-    return Seconds(
+def estimate(program: Program, topology: Topology, locations: Sequence[Location]) -> StepTime:
+    """Returns the time of a step, term by term; `locations` are in the order of the mesh."""
+    timeline = _Timeline(program, topology, locations)
+    timeline.simulate(program.schedule, 1)
+    return StepTime(
         terms={name: timeline.terms[name] for name in TERMS},
         waits=tuple(timeline.waits),
         busy={axis: busy for axis, busy in sorted(timeline.busy.items()) if axis != NETWORK},
@@ -107,106 +104,108 @@ def estimate(program: Program, topology: Topology, places: Sequence[Location]) -
 
 
 class _Timeline:
-    def __init__(self, program: Program, topology: Topology, places: Sequence[Location]):
+    def __init__(self, program: Program, topology: Topology, locations: Sequence[Location]):
         tpu = topology.tpu
         self.clock_hz = tpu.clock_hz
         self.bandwidth = topology.device_bandwidth
         self.random_bandwidth = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
         self.kernels = program.kernels
         self.permutes = [bool(collective.pairs) for collective in program.collectives]
-        self.costs = [cost(collective, topology, places) for collective in program.collectives]
+        self.costs = [cost(collective, topology, locations) for collective in program.collectives]
         self.now = 0.0  # seconds since the step began
-        self.free: dict[int, float] = {}  # {axis: time from which its links are free}
-        # {name of the start: (number of the collective, or None for a fetch; time of arrival)}.
+        self.free_at: dict[int, float] = {}  # {axis: time from which its links are free}
+        # {name of the instruction that started a transfer: (index of the collective, or None for a
+        # fetch; time of arrival)}.
         self.under_way: dict[str, tuple[int | None, float]] = {}
-        # As in `Seconds`, with all repetitions.
+        # As in `StepTime`, over all executions.
         self.terms: dict[str, float] = collections.defaultdict(int)
         self.waits = [0.0] * len(program.collectives)
         self.busy: dict[int, float] = collections.defaultdict(int)
 
-    def run(self, steps: Sequence[Step], times: float) -> None:
-        """Follows steps once, which occur `times` times."""
-        for step in steps:
-            match step:
+    def simulate(self, actions: Sequence[Action], count: float) -> None:
+        """Simulates one execution of actions, and adds `count` executions to the sums."""
+        for action in actions:
+            match action:
                 case "work", work.COPIES, cycles, size:
-                    arrival = self._move(size)
-                    self._spend("prefetch", arrival - size / self.bandwidth - self.now, times)
+                    begin = self._queue_transfer(size) - size / self.bandwidth
+                    self._spend("prefetch", begin - self.now, count)
                     seconds = COPY_SECONDS + size / self.bandwidth
-                    self._spend("copies", min(cycles / self.clock_hz, seconds), times)
+                    self._spend("copies", min(cycles / self.clock_hz, seconds), count)
                 case "work", kind, cycles, _:
-                    self._spend(kind, cycles / self.clock_hz, times)
+                    self._spend(kind, cycles / self.clock_hz, count)
                 case "bits", size:
-                    self._spend("random_bits", size / self.random_bandwidth, times)
+                    self._spend("random_bits", size / self.random_bandwidth, count)
                 case "kernel", number:
                     kernel = self.kernels[number]
-                    self._move(kernel.bytes)
+                    self._queue_transfer(kernel.bytes)  # delays later transfers
                     scheduled = (kernel.cycles or 0) / self.clock_hz
-                    self._spend("kernels", max(scheduled, kernel.bytes / self.bandwidth), times)
+                    self._spend("kernels", max(scheduled, kernel.bytes / self.bandwidth), count)
                 case "start", number, name:
-                    self._spend("issue", ISSUE_SECONDS * self.permutes[number], times)
-                    self._start(number, name, times)
+                    self._spend("issue", ISSUE_SECONDS * self.permutes[number], count)
+                    self._start(number, name, count)
                 case "fetch", size, name:
-                    self.under_way[name] = None, self._move(size)
+                    self.under_way[name] = None, self._queue_transfer(size)
                 case "done", name:
                     number, arrival = self.under_way.pop(name)
                     wait = max(0.0, arrival - self.now)
                     if number is None:
-                        self._spend("prefetch", wait, times)
+                        self._spend("prefetch", wait, count)
                         continue
                     latency = min(wait, self.costs[number].latency)
-                    self.waits[number] += times * wait
+                    self.waits[number] += count * wait
                     if NETWORK in self.costs[number].axes:
-                        self._spend("network", wait, times)
+                        self._spend("network", wait, count)
                         continue
-                    self._spend("collectives", wait - latency, times)
-                    self._spend("latency", latency, times)
-                case "loop", rounds, body:
-                    self._loop(rounds, body, times)
+                    self._spend("collectives", wait - latency, count)
+                    self._spend("latency", latency, count)
+                case "loop", iterations, body:
+                    self._loop(iterations, body, count)
                 case "either", share, first, second:
-                    began, queues = self.now, dict(self.free)
-                    self.run(first, times * share)
-                    ended, free = self.now, self.free
-                    self.now, self.free = began, queues
-                    self.run(second, times * (1 - share))
-                    self.now = share * ended + (1 - share) * self.now
-                    for queue in free.keys() | queues.keys():
-                        ends = free.get(queue, began), queues.get(queue, began)
-                        queues[queue] = share * ends[0] + (1 - share) * ends[1]
+                    # Both branches begin at the same time, and their ends are averaged.
+                    began, free_at = self.now, dict(self.free_at)
+                    self.simulate(first, count * share)
+                    first_end, first_free_at = self.now, self.free_at
+                    self.now, self.free_at = began, free_at
+                    self.simulate(second, count * (1 - share))
+                    self.now = share * first_end + (1 - share) * self.now
+                    for axis in first_free_at.keys() | free_at.keys():
+                        times = first_free_at.get(axis, began), free_at.get(axis, began)
+                        free_at[axis] = share * times[0] + (1 - share) * times[1]
 
-    def _spend(self, term: str, seconds: float, times: float) -> None:
+    def _spend(self, term: str, seconds: float, count: float) -> None:
         self.now += seconds
-        self.terms[term] += times * seconds
+        self.terms[term] += count * seconds
 
-    def _move(self, size: int) -> float:
+    def _queue_transfer(self, size: int) -> float:
         """Queues a transfer from or to memory; returns its time of arrival."""
-        begin = max(self.now, self.free.get(_MEMORY, 0.0))
-        self.free[_MEMORY] = begin + size / self.bandwidth
-        return self.free[_MEMORY]
+        begin = max(self.now, self.free_at.get(_MEMORY, 0.0))
+        self.free_at[_MEMORY] = begin + size / self.bandwidth
+        return self.free_at[_MEMORY]
 
-    def _start(self, number: int, name: str, times: float) -> None:
+    def _start(self, number: int, name: str, count: float) -> None:
         transfer, latency, axes = self.costs[number]
-        begin = max([self.now, *(self.free.get(axis, 0.0) for axis in axes)])
+        begin = max([self.now, *(self.free_at.get(axis, 0.0) for axis in axes)])
         for axis in axes:
-            self.free[axis] = begin + transfer
-            self.busy[axis] += times * transfer
+            self.free_at[axis] = begin + transfer
+            self.busy[axis] += count * transfer
         self.under_way[name] = number, begin + transfer + latency
 
-    def _loop(self, rounds: int, body: Sequence[Step], times: float) -> None:
-        """Follows rounds until the links are free at the start of one; later rounds are equal."""
-        while rounds > 0:
-            equal = 1 if max(self.free.values(), default=0.0) > self.now else rounds
+    def _loop(self, iterations: int, body: Sequence[Action], count: float) -> None:
+        """Simulates iterations until one starts with free links; all later ones are like it."""
+        while iterations > 0:
+            repeats = 1 if max(self.free_at.values(), default=0.0) > self.now else iterations
             start = self.now
-            self.run(body, times * equal)
-            self.now += (equal - 1) * (self.now - start)
-            rounds -= equal
+            self.simulate(body, count * repeats)
+            self.now += (repeats - 1) * (self.now - start)
+            iterations -= repeats
 
 
-def cost(collective: Collective, topology: Topology, places: Sequence[Location]) -> Cost:
+def cost(collective: Collective, topology: Topology, locations: Sequence[Location]) -> Cost:
     """Returns the cost of one run of a collective.
 
-    All groups of a collective work at the same time. If a group has one core of each chip, the
-    groups of the other cores share the links. Cores of one chip are assumed to communicate at the
-    rate of all links, which on TPU7x is the published one.
+    All groups of a collective work at the same time. Groups of different cores of the same chips
+    share the chips' links. The link between cores of one chip is assumed to be as fast as all links
+    of the chip together; for TPU7x this rate is published.
     """
     if collective.kind == SEND:
         rate = topology.tpu.network_bandwidth
@@ -215,38 +214,39 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Location])
         return Cost(seconds, 2 * NETWORK_SECONDS, frozenset({NETWORK}))
     link = topology.tpu.link_bandwidth
     if collective.pairs:
-        bandwidth, hops, axes = _permutation(collective.pairs, topology, places)
+        bandwidth, hops, axes = _permutation(collective.pairs, topology, locations)
         return Cost(collective.payload / bandwidth, hops * HOP_SECONDS, axes)
-    members = [places[device] for device in collective.group]
+    members = [locations[device] for device in collective.group]
     if len(members) <= 1:
         return Cost(0.0, 0.0, frozenset())
-    directions = hops = 0
+    link_directions = hops = 0  # the former is a fraction if groups share links
     axes = set()
     for axis, length in enumerate(topology.shape):
-        spanned = len({place[axis] for place in members})
+        spanned = len({location[axis] for location in members})
         if spanned <= 1:
             continue
         ring = spanned == length and topology.is_ring(axis)
-        # Groups whose devices are not neighbours share the links between them.
-        coordinates = [place[axis] for place in members]
-        apart = (max(coordinates) - min(coordinates)) // (spanned - 1)
-        directions += (2 if ring else 1) / apart
-        hops += math.ceil(spanned / 2) if ring else apart * (spanned - 1)
+        # Groups whose members are not neighbours share the links between these members.
+        coordinates = [location[axis] for location in members]
+        stride = (max(coordinates) - min(coordinates)) // (spanned - 1)
+        link_directions += (2 if ring else 1) / stride
+        hops += math.ceil(spanned / 2) if ring else stride * (spanned - 1)
         axes.add(axis)
-    # One ring through all, both ways round. The compiler names no emitter of asynchronous gathers.
+    # One ring through all chips, in both directions. An asynchronous gather, whose algorithm the
+    # compiler does not name, is assumed to be such a ring.
     is_single_ring = collective.emitter.startswith("1D") or collective.asynchronous
     if collective.kind == "all-gather" and len(axes) > 1 and is_single_ring:
-        directions, hops = 2, len(members) // 2
-    cores = len({place[-1] for place in members})
+        link_directions, hops = 2, len(members) // 2
+    cores = len({location[-1] for location in members})
     if cores > 1:
         axes.add(WITHIN_CHIPS)
-    bandwidth = directions * link * cores / topology.tpu.devices_per_chip
-    if directions == 0:
+    bandwidth = link_directions * link * cores / topology.tpu.devices_per_chip
+    if link_directions == 0:  # within a chip
         bandwidth = 2 * len(topology.shape) * link
-    rounds = 2 if collective.kind == "all-reduce" else 1  # a scatter, then a gather
+    passes = 2 if collective.kind == "all-reduce" else 1  # a scatter, then a gather
     share = (len(members) - 1) / len(members)
-    transfer = rounds * share * collective.payload / bandwidth
-    return Cost(transfer, rounds * hops * HOP_SECONDS, frozenset(axes))
+    transfer = passes * share * collective.payload / bandwidth
+    return Cost(transfer, passes * hops * HOP_SECONDS, frozenset(axes))
 
 
 def _network_bytes(collective: Collective, topology: Topology) -> float:
@@ -257,7 +257,7 @@ def _network_bytes(collective: Collective, topology: Topology) -> float:
     return 2 * (topology.slices - 1) / topology.slices * collective.payload
 
 
-def network(program: Program, topology: Topology) -> dict[str, float | None]:
+def network_traffic(program: Program, topology: Topology) -> dict[str, float | None]:
     """Returns the bytes that a device sends to the network in a step, the rate and the seconds."""
     rate = topology.tpu.network_bandwidth
     sends = [c for c in program.collectives if c.kind == SEND]
@@ -266,19 +266,19 @@ def network(program: Program, topology: Topology) -> dict[str, float | None]:
 
 
 def _permutation(
-    pairs: Sequence[tuple[int, int]], topology: Topology, places: Sequence[Location]
+    pairs: Sequence[tuple[int, int]], topology: Topology, locations: Sequence[Location]
 ) -> tuple[float, int, frozenset[int]]:
-    """Returns bandwidth and hops of the slowest pair, and all axes.
+    """Returns the bandwidth and the hops of the slowest pair, and the axes that any pair uses.
 
     The data of a pair move along one axis after the other, the shorter way round a ring. All pairs
-    send at the same time, and share each direction of a link.
+    send at the same time; those on the same direction of a link share it.
     """
     load: collections.Counter[tuple] = collections.Counter()
     hops = 0
     for source, target in pairs:
-        chip, distance_sum = list(places[source][:-1]), 0
+        chip, distance_sum = list(locations[source][:-1]), 0
         for axis, length in enumerate(topology.shape):
-            distance = places[target][axis] - chip[axis]
+            distance = locations[target][axis] - chip[axis]
             if topology.is_ring(axis) and 2 * abs(distance) > length:
                 distance -= length if distance > 0 else -length
             sign = 1 if distance > 0 else -1

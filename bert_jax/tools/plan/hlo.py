@@ -13,7 +13,7 @@ import re
 from bert_jax.config import Experiment
 from bert_jax.model.encoder import padded_vocab_size
 
-# Maximum number of arrays that `whole_batch_arrays` returns; a mistake causes hundreds.
+# Maximum number of arrays that `whole_batch_arrays` returns; a wrong sharding causes hundreds.
 _SHOWN = 4
 
 _BITS = {
@@ -45,10 +45,10 @@ class Instruction:
         """Bytes of the result, without the padding of its layout."""
         return type_bytes(self.type)
 
-    def callee(self, attribute: str) -> str | None:
-        """Returns the computation that an attribute names, such as `body` of a loop."""
+    def callee(self, attribute: str) -> str:
+        """Returns the computation that an attribute names, such as `body` of a loop; "" if none."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return match[1] if match else None
+        return match[1] if match else ""
 
     @property
     def target(self) -> str:
@@ -64,7 +64,7 @@ class Instruction:
 
 
 class Computation:
-    """Instructions in order; the last one marked as root is the root."""
+    """Instructions in order; `root` is the one marked ROOT, whose result is the computation's."""
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
@@ -95,21 +95,21 @@ def parse(text: str) -> Module:
     current: Computation | None = None
     for line in text.splitlines():
         if line[:1] not in (" ", "}", ""):
-            head = _COMPUTATION.match(line)
-            if head:
-                current = computations.setdefault(head[2], Computation())
-                entry = head[2] if head[1] else entry
-        elif current is not None and (head := _INSTRUCTION.match(line)):
-            instruction = _instruction(head[2], line[head.end() :])
+            match = _COMPUTATION.match(line)
+            if match:
+                current = computations.setdefault(match[2], Computation())
+                entry = match[2] if match[1] else entry
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            instruction = _parse_instruction(match[2], line[match.end() :])
             current.instructions.append(instruction)
-            if head[1]:
+            if match[1]:
                 current.root = instruction
     if not entry:
         raise ValueError("no ENTRY computation: not the text of an HLO module")
     return Module(computations, entry)
 
 
-def _instruction(name: str, rest: str) -> Instruction:
+def _parse_instruction(name: str, rest: str) -> Instruction:
     # Types of tuples and layouts contain parentheses, but no " word(".
     opcode = _OPCODE.search(rest)
     if opcode is None:
@@ -148,7 +148,7 @@ def whole_batch_arrays(
 ) -> list[str] | None:
     """Returns arrays of one device's program that have entries for every row of the batch.
 
-    An example are random bits that every device draws for all rows: they make a step slower on a
+    For example, every device may draw random bits for all rows. Such arrays make a step slower on a
     larger pod.
 
     Args:
@@ -162,7 +162,7 @@ def whole_batch_arrays(
     phase, model = experiment.phases[number], experiment.model
     rows, length = phase.batch_size, phase.sequence_length
     heads = model.num_attention_heads
-    others = {
+    model_sizes = {
         model.hidden_size,
         model.intermediate_size,
         model.num_hidden_layers,
@@ -171,26 +171,26 @@ def whole_batch_arrays(
         length,
         phase.max_predictions_per_seq,
     }
-    flat = set() if rows * length == padded_vocab_size(model) else {rows * length}
-    if shards == 1 or rows in others:
+    flat_sizes = set() if rows * length == padded_vocab_size(model) else {rows * length}
+    if shards == 1 or rows in model_sizes:
         return None
-    wholes = {rows} | (
-        {rows // experiment.parallelism.accumulation_of(number)} - others - {rows // shards}
+    # The rows of the batch, and those of a micro-batch.
+    row_counts = {rows} | (
+        {rows // experiment.parallelism.accumulation_of(number)} - model_sizes - {rows // shards}
     )
     arrays_seen = {}
     for computation in module.computations.values():
         for instruction in computation.instructions:
             for kind, sizes in arrays(instruction.type):
-                if flat & set(sizes) or any(_spans(sizes, n, heads, length) for n in wholes):
+                if flat_sizes & set(sizes) or _spans_rows(sizes, row_counts, heads, length):
                     arrays_seen[f"{kind}[{','.join(map(str, sizes))}]"] = None
     return list(arrays_seen)[:_SHOWN]
 
 
-def _spans(sizes: tuple[int, ...], rows: int, heads: int, length: int) -> bool:
-    """Returns whether three or more dimensions hold (rows, length) or (rows, heads, length)."""
-    if len(sizes) < 3:
-        return False
-    return any(
-        sizes[at] == rows and (sizes[at + 1] == length or sizes[at + 1 : at + 3] == (heads, length))
+def _spans_rows(sizes: tuple[int, ...], row_counts: set[int], heads: int, length: int) -> bool:
+    """Returns whether three or more dimensions include (rows, length) or (rows, heads, length)."""
+    return len(sizes) >= 3 and any(
+        sizes[at] in row_counts
+        and (sizes[at + 1] == length or sizes[at + 1 : at + 3] == (heads, length))
         for at in range(len(sizes) - 1)
     )

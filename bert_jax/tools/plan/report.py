@@ -24,13 +24,13 @@ from bert_jax.training.collectives import method_of
 
 FORMAT_VERSION = 3
 
-# From most to least memory of a device.
+# Values of parallelism.state and parallelism.remat, from most to least memory of a device.
 STATES = ("replicated", "zero1", "zero3")
 REMATS = ("none", "dots", "full")
 # Number of layouts shown after a search.
-BEST = 3
-# Tokens of a good micro-batch: with fewer the matrix units are partly idle; with so many a layer's
-# data stay in a chip's fast memory.
+SHOWN_LAYOUTS = 3
+# Tokens of a good micro-batch: fewer leave the matrix units partly idle; with more, the data of a
+# layer do not stay in a chip's fast memory.
 _GOOD_TOKENS = 2048
 _GIB = 2**30
 
@@ -45,9 +45,9 @@ def make_plan(
     mode: Literal["plan", "search"],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    """Compiles every phase for every slice; searches remedies for phases that do not fit.
+    """Compiles every phase for every slice, and changed layouts for phases that do not fit.
 
-    With `search`, ranks layouts on each slice instead of remedies.
+    In the mode `search`, compiles and ranks layouts for each slice instead.
     """
     numbers = range(len(experiment.phases))
     jobs = [
@@ -87,7 +87,7 @@ def _compile_layouts(
     for layout in dict.fromkeys(layouts):
         try:
             jobs[layout] = CompileJob(with_layout(experiment, number, layout), number, topology)
-        except InputError:  # reference replicas do not allow zero3
+        except InputError:  # optimizer.clip=per_replica does not allow zero3
             continue
     outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, "return")
     return [
@@ -97,7 +97,7 @@ def _compile_layouts(
 
 
 def _search(experiment: Experiment, topology: Topology) -> Entry:
-    """Ranks combinations of parallelism.state and parallelism.remat by the hours of the recipe.
+    """Ranks combinations of parallelism.state and parallelism.remat by the hours of all phases.
 
     Each phase is compiled with the experiment's micro-batches, and with micro-batches nearest to
     2,048 tokens on a device; the faster one counts.
@@ -110,12 +110,12 @@ def _search(experiment: Experiment, topology: Topology) -> Entry:
     outcomes, phases = [], []
     for number, phase in enumerate(experiment.phases):
         rows = max(phase.batch_size // shards_of(experiment, topology), 1)
-        powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
+        divisors = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
         ideal = rows * phase.sequence_length / _GOOD_TOKENS
-        good = min(powers, key=lambda count, ideal=ideal: abs(math.log(count / ideal)))
+        good = min(divisors, key=lambda count, ideal=ideal: abs(math.log(count / ideal)))
         current = experiment.parallelism.accumulation_of(number)
         layouts = [Layout(*pair, count) for pair in combinations for count in (current, good)]
-        layouts.append(Layout(*combinations[-1], powers[-1]))  # the least memory
+        layouts.append(Layout(*combinations[-1], divisors[-1]))  # the least memory
         fastest = {}
         for layout, entry in _compile_layouts(experiment, number, topology, layouts):
             outcomes.append(entry["outcome"])
@@ -133,7 +133,7 @@ def _search(experiment: Experiment, topology: Topology) -> Entry:
     return {
         "compiled": len(outcomes),
         "unfit": len(outcomes) - outcomes.count("compiled"),
-        "ranked": sorted(ranked, key=lambda entry: entry["hours"])[:BEST],
+        "ranked": sorted(ranked, key=lambda entry: entry["hours"])[:SHOWN_LAYOUTS],
     }
 
 
@@ -143,13 +143,13 @@ def _remedies(experiment: Experiment, number: int, topology: Topology) -> list[s
     Returns:
       A line for each layout that fits, or a line that none does.
     """
-    now = layout_of(experiment, number)
+    current = layout_of(experiment, number)
     rows = max(experiment.phases[number].batch_size // shards_of(experiment, topology), 1)
-    doubled = (now.accumulation << n for n in range(1, rows.bit_length()))
+    doubled = (current.accumulation << n for n in range(1, rows.bit_length()))
     smaller = [
-        *(now._replace(remat=remat) for remat in REMATS[REMATS.index(now.remat) + 1 :]),
-        *(now._replace(state=state) for state in STATES[STATES.index(now.state) + 1 :]),
-        *(now._replace(accumulation=count) for count in doubled if rows % count == 0),
+        *(current._replace(remat=remat) for remat in REMATS[REMATS.index(current.remat) + 1 :]),
+        *(current._replace(state=state) for state in STATES[STATES.index(current.state) + 1 :]),
+        *(current._replace(accumulation=count) for count in doubled if rows % count == 0),
     ]
     for layouts in (smaller, [Layout(STATES[-1], REMATS[-1], rows)]):
         entries = _compile_layouts(experiment, number, topology, layouts)
@@ -170,8 +170,8 @@ def _changed_settings(experiment: Experiment, number: int, layout: Layout) -> st
     values = layout._asdict() | {"accumulation": ",".join(map(str, counts))}
     return ", ".join(
         f"parallelism.{name}={values[name]}"
-        for name, now in layout_of(experiment, number)._asdict().items()
-        if now != getattr(layout, name)
+        for name, current in layout_of(experiment, number)._asdict().items()
+        if current != getattr(layout, name)
     )
 
 
@@ -191,25 +191,23 @@ def _slice_entry(
     outcomes: Sequence[Outcome],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    method = method_of(topology.tpu.kind, topology.slices)
+    exchange = method_of(topology.tpu.kind, topology.slices)
     phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]
     total = None if None in hours else sum(hours)
     chip_hours = None if total is None else total * topology.chips
-    cost = None
-    if chip_hours is not None and price_per_chip_hour is not None:
-        cost = chip_hours * price_per_chip_hour
+    is_priced = chip_hours is not None and price_per_chip_hour is not None
     return {
         "topology": topology.name,
         "device_kind": topology.tpu.kind,
         "chips": topology.chips,
         "devices": topology.devices,
         "device_memory": topology.device_memory,
-        "exchange": {**method._asdict(), "compiler_options": dict(method.compiler_options)},
+        "exchange": {**exchange._asdict(), "compiler_options": dict(exchange.compiler_options)},
         "phases": phases,
         "hours": total,
         "chip_hours": chip_hours,
-        "cost": cost,
+        "cost": chip_hours * price_per_chip_hour if is_priced else None,
     }
 
 
@@ -237,6 +235,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         return entry
     program = outcome.program
     seconds = estimate.estimate(program, topology, outcome.places)
+    # A second estimate with the highest published rate of links, instead of that in practice.
     published_rate = topology.tpu.published_link_bandwidth
     tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
     published = dataclasses.replace(topology, tpu=tpu)
@@ -259,7 +258,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
             },
             "waits": waits,
         },
-        "network": estimate.network(program, topology),
+        "network": estimate.network_traffic(program, topology),
         "work": program.sums | {"unscheduled": program.unscheduled},
         "clock_hz": topology.tpu.clock_hz,
         "memory_bandwidth": topology.device_bandwidth,
@@ -267,6 +266,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         "model_flops": model_flops,
         "peak_flops": peak,
         "utilisation": model_flops / (seconds.total * peak),
+        # Tokens, if no position is padding.
         "places_per_second": phase.batch_size * phase.sequence_length / seconds.total,
         "collectives": _collectives_by_kind(program),
         "operations": program.operations,
@@ -276,7 +276,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
                 (c.payload for c in program.collectives if c.kind == "all-reduce"), default=0
             ),
             "in_loops": sum(c.count for c in program.collectives if c.where == "loop"),
-            "endless_loops": program.endless,
+            "endless_loops": program.endless,  # whose number of iterations is unknown
         },
     }
 
@@ -288,14 +288,9 @@ def _collectives_by_kind(program: Program) -> list[Entry]:
         same_kind = [c for c in program.collectives if c.kind == kind]
         size = sum(c.count * c.payload for c in same_kind)
         asynchronous = sum(c.count * c.payload for c in same_kind if c.asynchronous)
-        entries.append(
-            {
-                "kind": kind,
-                "count": sum(c.count for c in same_kind),
-                "bytes": size,
-                "asynchronous_share": asynchronous / size if size else 0.0,
-            }
-        )
+        share = asynchronous / size if size else 0.0
+        count = sum(c.count for c in same_kind)
+        entries.append({"kind": kind, "count": count, "bytes": size, "asynchronous_share": share})
     return entries
 
 
@@ -340,7 +335,7 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
             yield f"    {ranked['hours']:8,.1f} hours, {ranked['peak'] / _GIB:.2f} GiB: {settings}"
 
 
-def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
+def _phase_lines(phase: Entry, slice_entry: Entry) -> Iterator[str]:
     if phase["outcome"] != "compiled":
         if phase["outcome"] != "too large":
             yield f"    {phase['outcome']}: {printable(phase['message'])}"
@@ -351,18 +346,19 @@ def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
             yield (
                 f"    does not fit: needs {wanted:.2f} GiB, {wanted - available:.2f} more than the "
                 f"{available:.2f} that a program may use of a device's "
-                f"{entry['device_memory'] / _GIB:g} GiB"
+                f"{slice_entry['device_memory'] / _GIB:g} GiB"
             )
         for remedy in phase.get("remedies", []):
             yield f"    {remedy}"
         return
-    memory, per_chip = phase["memory"], entry["devices"] // entry["chips"]
-    peak, names = memory["peak"] / _GIB, {"state and batch": "arguments"}
-    names |= {name: name for name in ("temporaries", "code")}
-    parts = ", ".join(f"{name} {memory[key] / _GIB:.2f}" for name, key in names.items())
-    chip = f", {per_chip * peak:.2f} GiB a chip" if per_chip > 1 else ""
-    most = f"{peak:.2f} of {entry['device_memory'] / _GIB:g} GiB a device{chip}"
-    yield f"    fits: at most {most}: {parts}"
+    gib = {key: value / _GIB for key, value in phase["memory"].items()}
+    devices_per_chip = slice_entry["devices"] // slice_entry["chips"]
+    chip = f", {devices_per_chip * gib['peak']:.2f} GiB a chip" if devices_per_chip > 1 else ""
+    yield (
+        f"    fits: at most {gib['peak']:.2f} of {slice_entry['device_memory'] / _GIB:g} GiB a "
+        f"device{chip}: state and batch {gib['arguments']:.2f}, "
+        f"temporaries {gib['temporaries']:.2f}, code {gib['code']:.2f}"
+    )
     yield from _time_lines(phase)
     for summary in phase["collectives"]:
         yield (
@@ -428,6 +424,6 @@ def _check_lines(checks: Entry) -> Iterator[str]:
     yield f"    check: {checks['in_loops']} collectives a step run inside loops"
     if checks["endless_loops"]:
         yield (
-            f"    check: {checks['endless_loops']} loops whose rounds are not in the text, counted "
-            "once: the step takes longer than this says"
+            f"    check: {checks['endless_loops']} loops of unknown length, counted once: the step "
+            "takes longer than estimated"
         )

@@ -1,8 +1,8 @@
 """Reads the schedule of a compiled training step from its module.
 
-The text of a module does not contain the rounds of loops, nor the time of custom kernels, random
-bits and collectives. `read` follows the module in execution order and returns a schedule: work,
-kernels, and the starts and ends of collectives, in loops with their rounds.
+The text of a module contains neither the number of iterations of loops nor the time of custom
+kernels, random bits and collectives. `read_program` follows the module in execution order and
+returns a schedule: work, kernels, and the starts and ends of collectives, in loops.
 """
 
 import collections
@@ -27,12 +27,12 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# The opcode that sends to the network between slices, which returns the sum over slices.
+# The opcode that starts a sum over slices, through the network between them.
 SEND = "send"
 # Opcodes whose counts are stored, since a changed count shows a changed program.
 _COUNTED = ("fusion", "copy", "convolution", "custom-call", "rng-bit-generator", "transpose")
 # Target of the custom call of a custom kernel (Pallas).
-KERNEL = "tpu_custom_call"
+KERNEL_TARGET = "tpu_custom_call"
 # Opcodes that start and end a copy of an array, or of a part of it, during other work.
 _FETCH_STARTS, _FETCH_ENDS = ("copy-start", "slice-start"), ("copy-done", "slice-done")
 
@@ -40,16 +40,16 @@ _FETCH_STARTS, _FETCH_ENDS = ("copy-start", "slice-start"), ("copy-done", "slice
 # 22 times.
 _HELD = re.compile(r'op_name="[^"]*\bheld_(\d+)_of_(\d+)\b')
 
-# The next action of a device, as stored in JSON: a kind with arguments.
+# An action of a device, as stored in JSON: a kind with arguments.
 #   "work", one of KINDS, cycles, bytes     ordinary instructions; the bytes are those of copies
 #   "bits", bytes                           draws random bits
 #   "kernel", index in `Program.kernels`
 #   "start", index in `Program.collectives`, name of the instruction
 #   "fetch", bytes, name                    starts a transfer from or to the device's memory
 #   "done", name                            waits for the collective or the fetch of that name
-#   "loop", rounds, steps
-#   "either", share, steps, other steps     the former steps in this share of its runs
-Step = tuple[Any, ...]
+#   "loop", iterations, actions
+#   "either", share, actions, other actions     branches; the first runs in this share of cases
+Action = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class Collective:
 
     kind: str  # one of COLLECTIVES, or SEND
     count: int  # runs in a step
-    # Bytes of the whole array that each device holds before or after it: the operand of an
-    # all-reduce, a reduce-scatter or a permutation, the result of an all-gather.
+    # Bytes of the whole array on a device: the operand of an all-reduce, a reduce-scatter or a
+    # permutation, the result of an all-gather.
     payload: int
     # Devices, by their indices in the mesh, of the first of its groups; empty for a permutation.
     group: tuple[int, ...]
@@ -71,25 +71,25 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A custom kernel (Pallas), for which the compiler of the module estimates no time."""
+    """A custom kernel (Pallas); the compiler estimates its cycles only with some options."""
 
     name: str  # name of its operation
     count: int  # runs in a step
-    cycles: int | None  # scheduled cycles of one run; None if not known
-    # Bytes that one run reads from and writes to the device's memory (HBM); at most what its author
-    # states, since it may read only a part of an array.
+    cycles: int | None  # estimated or scheduled cycles of one run; None if not known
+    # Bytes that one run reads from and writes to the device's memory (HBM); at most as many as the
+    # kernel's code states, since a kernel may read only a part of an array.
     bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A step on one device."""
+    """The compiled training step of one device."""
 
-    schedule: tuple[Step, ...]  # actions, in order
+    schedule: tuple[Action, ...]
     kernels: tuple[Kernel, ...]  # different custom kernels
     collectives: tuple[Collective, ...]  # different collectives
     operations: dict[str, int]  # {opcode: runs}, for some opcodes
-    endless: int  # loops whose number of rounds is not in the text; they are counted once
+    endless: int  # loops of unknown length, which end but are counted as one iteration
     # Estimated cycles of PRODUCTS whose schedule is not known.
     unscheduled: int = 0
 
@@ -100,42 +100,40 @@ class Program:
         return sums | {name: round(value) for name, value in _sums(self.schedule).items()}
 
 
-def _sums(steps: Sequence[Step]) -> collections.Counter[str]:
-    """Returns the sums of `Program.sums` over some steps; branches count by their share."""
+def _sums(actions: Sequence[Action]) -> collections.Counter[str]:
+    """Returns the sums of `Program.sums` over some actions; branches count by their share."""
     sums: collections.Counter[str] = collections.Counter()
-    for step in steps:
-        match step:
+    for action in actions:
+        match action:
             case "work", kind, cycles, size:
                 sums.update({kind: cycles, "copied": size})
             case "bits", size:
                 sums["drawn"] += size
             case "fetch", size, _:
                 sums["fetched"] += size
-            case "loop", rounds, body:
-                sums.update({name: rounds * value for name, value in _sums(body).items()})
+            case "loop", iterations, body:
+                sums.update({name: iterations * value for name, value in _sums(body).items()})
             case "either", share, first, second:
                 for weight, branch in ((share, first), (1 - share, second)):
                     sums.update({name: weight * value for name, value in _sums(branch).items()})
     return sums
 
 
-def read(module: Module, cycles: Callable[[str], int | None] = lambda name: None) -> Program:
-    """Returns the program that one run of the module executes.
+def read_program(
+    module: Module, cycles_of: Callable[[str], int | None] = lambda name: None
+) -> Program:
+    """Returns the program of one device's module.
 
-    Args:
-      module: the module of one device.
-      cycles: returns the scheduled cycles of one run of an operation, given the name of its
-        instruction; None if they are not known.
+    `cycles_of` looks up the scheduled cycles of an instruction by its name; None if not known.
     """
-    walk = _Walk(module, cycles)
-    schedule = walk.run(module.entry, 1, "entry")
+    reader = _ModuleReader(module, cycles_of)
     return Program(
-        schedule=tuple(schedule),
-        kernels=_with_counts(walk.kernels),
-        collectives=_with_counts(walk.collectives),
-        operations={name: walk.operations[name] for name in _COUNTED if walk.operations[name]},
-        endless=walk.endless,
-        unscheduled=walk.unscheduled,
+        schedule=tuple(reader.follow(module.entry, 1, "entry")),
+        kernels=_with_counts(reader.kernels),
+        collectives=_with_counts(reader.collectives),
+        operations={name: reader.operations[name] for name in _COUNTED if reader.operations[name]},
+        endless=reader.unknown_loops,
+        unscheduled=reader.unscheduled,
     )
 
 
@@ -143,70 +141,71 @@ def _with_counts(table: dict[Any, int]) -> tuple[Any, ...]:
     return tuple(dataclasses.replace(item, count=count) for item, count in table.items())
 
 
-class _Walk:
+class _ModuleReader:
     """Follows the computations in execution order, and counts their instructions."""
 
-    def __init__(self, module: Module, cycles: Callable[[str], int | None]):
+    def __init__(self, module: Module, cycles_of: Callable[[str], int | None]):
         self.module = module
-        # Cycles of kernels and products, by identity: the compiler schedules equal ones only once.
+        # Cycles of kernels and products by identity, since the compiler writes only one schedule
+        # for equal ones. Those of kernels are estimated, if an option makes the compiler do so.
         self.scheduled: dict[Any, int] = {}
         for computation in module.computations.values():
             for instr in computation.instructions:
-                is_kernel = instr.target == KERNEL
+                is_kernel = instr.target == KERNEL_TARGET
                 if is_kernel or (instr.estimated_cycles and work.is_product(module, instr)):
-                    known = (instr.estimated_cycles if is_kernel else 0) or cycles(instr.name)
+                    known = (is_kernel and instr.estimated_cycles) or cycles_of(instr.name)
                     if known:
                         self.scheduled[work.identity(module, instr, computation)] = known
         self.unscheduled = 0
         self.kernels: dict[Kernel, int] = {}
         self.collectives: dict[Collective, int] = {}
         self.operations: collections.Counter[str] = collections.Counter()
-        self.endless = 0
+        self.unknown_loops = 0
 
-    def run(self, name: str | None, times: int, where: str) -> list[Step]:
-        """Follows a computation that runs `times` times; returns the steps of one run."""
-        computation = self.module.computations[name or ""]
+    def follow(self, name: str, count: int, where: str) -> list[Action]:
+        """Counts `count` runs of a computation; returns the actions of one run."""
+        computation = self.module.computations[name]
         pending: dict[str, None] = {}  # names of starts without an end so far
-        steps: list[Step] = []
+        actions: list[Action] = []
         for instruction in computation.instructions:
-            self.operations[instruction.opcode] += times
-            key = {"fusion": "calls", "call-start": "to_apply"}.get(instruction.opcode)
-            inside = self.module.computations[instruction.callee(key) or ""] if key else None
-            started, may_end = _asynchronous(instruction, inside)
+            self.operations[instruction.opcode] += count
+            attribute = {"fusion": "calls", "call-start": "to_apply"}.get(instruction.opcode)
+            called = self.module.computations[instruction.callee(attribute)] if attribute else None
+            started, may_end = _classify_asynchronous(instruction, called)
             if started is not None:
-                collective = _collective(started, inside or computation, where)
+                collective = _make_collective(started, called or computation, where)
                 collective = dataclasses.replace(collective, asynchronous=True)
-                number = _count(self.collectives, collective, times)
-                steps.append(("start", number, instruction.name))
+                number = _add_runs(self.collectives, collective, count)
+                actions.append(("start", number, instruction.name))
                 pending[instruction.name] = None
             elif instruction.opcode in _FETCH_STARTS:
-                steps.append(("fetch", work.fetch_bytes(instruction), instruction.name))
+                actions.append(("fetch", work.fetch_bytes(instruction), instruction.name))
             elif instruction.opcode in _FETCH_ENDS:
-                steps.append(("done", instruction.operands[0]))
-            elif may_end and (start := _start_of(instruction, computation, pending)) is not None:
+                actions.append(("done", instruction.operands[0]))
+            elif may_end and (start := _find_start(instruction, computation, pending)) is not None:
                 del pending[start]
-                steps.append(("done", start))
-            if inside is None:
-                steps += self._steps(instruction, computation, times, where)
+                actions.append(("done", start))
+            if called is None:
+                actions += self._instruction_actions(instruction, computation, count, where)
             else:
-                steps += self._fusion_steps(instruction, inside, times, where)
-        return [*steps, *(("done", name) for name in pending)]
+                actions += self._operation_actions(instruction, called, count, where)
+        return [*actions, *(("done", name) for name in pending)]
 
-    def _steps(
-        self, instruction: Instruction, computation: Computation, times: int, where: str
-    ) -> list[Step]:
-        """Returns the steps of an instruction that is no fusion, without its "start" or "done"."""
+    def _instruction_actions(
+        self, instruction: Instruction, computation: Computation, count: int, where: str
+    ) -> list[Action]:
+        """Returns the actions of an instruction other than a fusion, except "start" and "done"."""
         match instruction.opcode:
             case "while":
-                rounds = _rounds(self.module, instruction, computation)
-                self.endless += rounds is None
-                rounds = 1 if rounds is None else rounds
-                body = self.run(instruction.callee("body"), times * rounds, "loop")
-                return [("loop", rounds, tuple(body))]
+                iterations = _count_iterations(self.module, instruction, computation)
+                self.unknown_loops += iterations is None
+                iterations = 1 if iterations is None else iterations
+                body = self.follow(instruction.callee("body"), count * iterations, "loop")
+                return [("loop", iterations, tuple(body))]
             case "call":
-                return self.run(instruction.callee("to_apply"), times, where)
+                return self.follow(instruction.callee("to_apply"), count, where)
             case "async-start":
-                return self.run(instruction.callee("calls"), times, where)
+                return self.follow(instruction.callee("calls"), count, where)
             case "conditional":
                 branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
                 names = [instruction.callee(f"{word}_computation") for word in ("false", "true")]
@@ -214,58 +213,60 @@ class _Walk:
                 held = _HELD.search(instruction.attributes)
                 if not held or len(names) != 2:
                     # The text does not tell which branch runs; the longest is assumed.
-                    branches = (self.run(name, times, where) for name in names)
-                    return max(branches, key=lambda steps: sum(_sums(steps)[k] for k in KINDS))
+                    branches = (self.follow(name, count, where) for name in names)
+                    return max(branches, key=lambda actions: sum(_sums(actions)[k] for k in KINDS))
                 share = int(held[1]) / int(held[2])
-                held_times = round(times * share)
-                second = tuple(self.run(names[0], times - held_times, where))
-                first = tuple(self.run(names[1], held_times, where))
+                held_count = round(count * share)
+                second = tuple(self.follow(names[0], count - held_count, where))
+                first = tuple(self.follow(names[1], held_count, where))
                 return [("either", share, first, second)]
-        return self._fusion_steps(instruction, computation, times, where)
+        return self._operation_actions(instruction, computation, count, where)
 
-    def _fusion_steps(
-        self, instruction: Instruction, inside: Computation, times: int, where: str
-    ) -> list[Step]:
-        """Returns the steps of a fusion, or of a plain instruction in the computation `inside`."""
+    def _operation_actions(
+        self, instruction: Instruction, scope: Computation, count: int, where: str
+    ) -> list[Action]:
+        """Returns the actions of an operation; `scope` is as in `work.copy_bytes`."""
         is_fusion = instruction.opcode == "fusion"
-        root = inside.root
-        # A TPU writes some reduce-scatters as an all-reduce, of which only a slice is computed.
-        summed = None
+        root = scope.root
+        # For a TPU, some reduce-scatters are all-reduces in a fusion that computes only a slice.
+        sliced = None
         if is_fusion and root is not None and root.opcode == "dynamic-slice":
-            summed = root.operands[0]
+            sliced = root.operands[0]
         # A TPU continues an asynchronous collective inside the fusions that hide it. The text shows
         # the whole collective in each of these fusions, with the same chain_id.
         is_continued = is_fusion and any(
             instr.opcode in COLLECTIVES and "chain_id=" in instr.attributes
-            for instr in inside.instructions
+            for instr in scope.instructions
         )
-        steps: list[Step] = []
+        actions: list[Action] = []
         cycles = instruction.estimated_cycles
-        for instr in inside.instructions if is_fusion else [instruction]:
+        for instr in scope.instructions if is_fusion else [instruction]:
             if instr.opcode == "rng-bit-generator":
-                steps.append(("bits", instr.bytes))
-            elif instr.target == KERNEL:
-                kernel = self._kernel(instr, inside)
-                steps.append(("kernel", _count(self.kernels, kernel, times)))
-                cycles = 0  # an estimate, which some compiler options give, is that of the kernel
+                actions.append(("bits", instr.bytes))
+            elif instr.target == KERNEL_TARGET:
+                kernel = self._make_kernel(instr, scope)
+                actions.append(("kernel", _add_runs(self.kernels, kernel, count)))
+                cycles = 0  # they are counted with the kernel
             elif instr.opcode in COLLECTIVES and not is_continued:
-                collective = _collective(instr, inside, where)
-                if instr.name == summed and instr.opcode == "all-reduce":
+                collective = _make_collective(instr, scope, where)
+                if instr.name == sliced and instr.opcode == "all-reduce":
                     collective = dataclasses.replace(collective, kind="reduce-scatter")
-                number = _count(self.collectives, collective, times)
-                steps += [("start", number, instr.name), ("done", instr.name)]
-        return [*steps, self._work(instruction, inside, cycles, times)] if cycles else steps
+                number = _add_runs(self.collectives, collective, count)
+                actions += [("start", number, instr.name), ("done", instr.name)]
+        if cycles:
+            actions.append(self._work_action(instruction, scope, count))
+        return actions
 
-    def _work(self, instruction: Instruction, inside: Computation, cycles: int, times: int) -> Step:
-        """Returns the work of an instruction, which the compiler estimates at `cycles`."""
+    def _work_action(self, instruction: Instruction, scope: Computation, count: int) -> Action:
+        cycles = instruction.estimated_cycles
         if work.is_product(self.module, instruction):
-            scheduled = self.scheduled.get(work.identity(self.module, instruction, inside))
-            self.unscheduled += times * cycles * (scheduled is None)
+            scheduled = self.scheduled.get(work.identity(self.module, instruction, scope))
+            self.unscheduled += count * cycles * (scheduled is None)
             return "work", PRODUCTS, max(cycles, scheduled or 0), 0
-        size = work.copy_bytes(instruction, inside) if work.is_copy(self.module, instruction) else 0
+        size = work.copy_bytes(instruction, scope) if work.is_copy(self.module, instruction) else 0
         return "work", COPIES if size else OTHER, cycles, size
 
-    def _kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
+    def _make_kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
         identity = work.identity(self.module, instruction, computation)
         types = (computation.lookup[name].type for name in instruction.operands)
         size = sum(map(work.memory_bytes, (instruction.type, *types)))
@@ -278,37 +279,38 @@ class _Walk:
         )
 
 
-def _asynchronous(
-    instruction: Instruction, inside: Computation | None
+def _classify_asynchronous(
+    instruction: Instruction, called: Computation | None
 ) -> tuple[Instruction | None, bool]:
     """Returns the collective that an instruction starts, if any, and whether it may end one.
 
-    A start or an end is an instruction of its own, a fusion that calls a TPU's own operation, or a
-    call of work on a SparseCore.
+    A start or an end is an instruction of its own, a fusion that contains the custom call
+    AsyncCollectiveStart or AsyncCollectiveDone, or a call of a computation on a SparseCore.
+    `called` is the computation of a fusion or a call.
     """
-    if inside is None:
+    if called is None:
         opcode = instruction.opcode
         starts = opcode.endswith("-start") and opcode.removesuffix("-start") in COLLECTIVES
         starts |= opcode == SEND
-        # A synchronous collective also waits for the start of which it uses the result.
+        # A synchronous collective is also an end, if its operand is the result of a start.
         may_end = opcode.removesuffix("-done") in (*COLLECTIVES, SEND, "call")
         return instruction if starts else None, may_end
     if instruction.opcode == "call-start":
-        root = inside.root
+        root = called.root
         return root if root is not None and root.opcode in COLLECTIVES else None, False
-    targets = {instr.target for instr in inside.instructions}
-    collectives = (instr for instr in inside.instructions if instr.opcode in COLLECTIVES)
+    targets = {instr.target for instr in called.instructions}
+    collectives = (instr for instr in called.instructions if instr.opcode in COLLECTIVES)
     started = next(collectives, None) if "AsyncCollectiveStart" in targets else None
     return started, "AsyncCollectiveDone" in targets
 
 
-def _count(table: dict[Any, int], item: Any, times: int) -> int:
+def _add_runs(table: dict[Any, int], item: Any, count: int) -> int:
     """Adds runs of an item to a table; returns the item's index in it."""
-    table[item] = table.get(item, 0) + times
+    table[item] = table.get(item, 0) + count
     return list(table).index(item)
 
 
-def _start_of(
+def _find_start(
     instruction: Instruction, computation: Computation, pending: Container[str]
 ) -> str | None:
     """Returns the name of the start that an end waits for, by the chain of first operands."""
@@ -319,7 +321,7 @@ def _start_of(
     return name
 
 
-def _collective(instruction: Instruction, computation: Computation, where: str) -> Collective:
+def _make_collective(instruction: Instruction, computation: Computation, where: str) -> Collective:
     kind = instruction.opcode.removesuffix("-start")
     size = sum(computation.lookup[name].bytes for name in instruction.operands)
     group: tuple[int, ...] = ()
@@ -329,13 +331,12 @@ def _collective(instruction: Instruction, computation: Computation, where: str) 
         numbers = [int(n) for n in re.findall(r"\d+", listed[1])] if listed else []
         pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     elif kind != SEND:
-        group = _group(instruction)
-    payload = size * len(group) if kind == "all-gather" else size
+        group = _first_group(instruction)
     emitter = re.search(r'"emitter":"(\w+)"', instruction.attributes)
     return Collective(
         kind=kind,
         count=0,
-        payload=payload,
+        payload=size * len(group) if kind == "all-gather" else size,
         group=group,
         pairs=pairs,
         where=where,
@@ -343,7 +344,7 @@ def _collective(instruction: Instruction, computation: Computation, where: str) 
     )
 
 
-def _group(instruction: Instruction) -> tuple[int, ...]:
+def _first_group(instruction: Instruction) -> tuple[int, ...]:
     """Returns the first of the groups, which the text writes in one of three forms."""
     text = instruction.attributes
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
@@ -353,8 +354,9 @@ def _group(instruction: Instruction) -> tuple[int, ...]:
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
         return tuple(_transposed_iota(iota[2], iota[3])[: int(iota[1])])
-    # mesh['a'=2,'b'=8] {'a','b':(2)4}: along axes of a mesh, or along 4 parts within each 2nd. Its
-    # devices may have the order of a transposed array: mesh[...], device_ids=([8,2]T(1,0)) {...}.
+    # mesh['a'=2,'b'=8] {'a','b':(1)4}: along axes of a mesh, or along a part of an axis: b is taken
+    # as an array of dimensions (1, 4, 2), and :(1)4 is its middle dimension, of size 4. The devices
+    # may have the order of a transposed array: mesh[...], device_ids=([8,2]T(1,0)) {...}.
     mesh = re.search(
         r"replica_groups=mesh\[([^\]]*)\]"
         r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
@@ -369,11 +371,11 @@ def _group(instruction: Instruction) -> tuple[int, ...]:
     if mesh is None or len(ordered) != devices:
         raise ValueError(f"{instruction.opcode} {instruction.name}: no groups in {text[:120]!r}")
     members = [0]
-    for name, outer, parts in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", mesh[4]):
+    for name, outer, middle in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", mesh[4]):
         size, stride = axes[name]
-        if parts:
-            stride *= size // (int(outer) * int(parts))
-            size = int(parts)
+        if middle:
+            stride *= size // (int(outer) * int(middle))
+            size = int(middle)
         members = [member + stride * n for member in members for n in range(size)]
     return tuple(ordered[member] for member in members)
 
@@ -385,25 +387,25 @@ def _transposed_iota(dimensions: str, permutation: str | None) -> list[int]:
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).flatten().tolist()
 
 
-def _rounds(module: Module, loop: Instruction, computation: Computation) -> int | None:
-    """Returns the rounds of a loop `while counter < limit` with constant start and steps of 1."""
-    condition = module.computations[loop.callee("condition") or ""]
+def _count_iterations(module: Module, loop: Instruction, computation: Computation) -> int | None:
+    """Returns the iterations of a loop `while counter < limit` with a constant start and step 1."""
+    condition = module.computations[loop.callee("condition")]
     compare = condition.root
     if compare is None or compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
     counter, limit = (condition.lookup[name] for name in compare.operands)
-    last = _constant(limit, condition)
+    end = _constant_value(limit, condition)
     index = re.search(r"\bindex=(\d+)", counter.attributes)
-    if last is None or counter.opcode != "get-tuple-element" or index is None:
+    if end is None or counter.opcode != "get-tuple-element" or index is None:
         return None
     values = computation.lookup[loop.operands[0]]
     if values.opcode != "tuple":
         return None
-    first = _constant(computation.lookup[values.operands[int(index[1])]], computation)
-    return None if first is None else last - first
+    start = _constant_value(computation.lookup[values.operands[int(index[1])]], computation)
+    return None if start is None else end - start
 
 
-def _constant(instruction: Instruction, computation: Computation) -> int | None:
+def _constant_value(instruction: Instruction, computation: Computation) -> int | None:
     """Returns the integer value of an instruction, if it is a constant."""
     while instruction.opcode in ("copy", "bitcast", "convert"):
         instruction = computation.lookup[instruction.operands[0]]

@@ -49,7 +49,7 @@ class Topology:
 
     def is_ring(self, axis: int) -> bool:
         """Returns whether the axis is a ring: its last chip is linked to its first."""
-        if self.tpu.ring == "cubes":
+        if self.tpu.ring == "cubes":  # slices of whole cubes of 4x4x4 chips have rings
             return all(length % 4 == 0 for length in self.shape)
         return self.shape[axis] == self.tpu.ring
 
@@ -57,7 +57,7 @@ class Topology:
     def compiler_options(self) -> dict[str, Any]:
         """Returns the options that the compiler needs in addition to the name."""
         options: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
-        if self.chips == self.slices:
+        if self.chips == self.slices:  # by default a host has several chips
             options["chips_per_host_bounds"] = [1, 1, 1]
         if self.name.startswith("v4:"):
             # On a v4 the two cores of a chip are one device. By default the compiler takes them
@@ -72,7 +72,7 @@ def parse(name: str) -> Topology:
     generation, _, shape = slice_name.partition(":")
     if generation not in hardware.TPUS:
         known = "; ".join(f"{word}: {', '.join(tpu.slices)}" for word, tpu in hardware.TPUS.items())
-        raise InputError(f"--topology {name}: unknown; write v5e:8x8 or the like, of {known}")
+        raise InputError(f"--topology {name}: unknown; write, e.g., v5e:8x8; known are {known}")
     tpu = hardware.TPUS[generation]
     if shape not in tpu.slices:
         raise InputError(
@@ -113,13 +113,13 @@ def layout_of(experiment: Experiment, phase: int) -> Layout:
 
 def with_layout(experiment: Experiment, phase: int, layout: Layout) -> Experiment:
     """Returns the experiment with another layout of a phase."""
-    parts = [experiment.parallelism.accumulation_of(n) for n in range(len(experiment.phases))]
-    parts[phase] = layout.accumulation
-    changed = layout._asdict() | {"accumulation": tuple(parts)}
+    counts = [experiment.parallelism.accumulation_of(n) for n in range(len(experiment.phases))]
+    counts[phase] = layout.accumulation
+    changed = layout._asdict() | {"accumulation": tuple(counts)}
     parallelism = dataclasses.replace(experiment.parallelism, **changed)
     return dataclasses.replace(experiment, parallelism=parallelism)
 
 
 def shards_of(experiment: Experiment, topology: Topology) -> int:
-    """Returns the number of parts of the batch: devices that share rows count once."""
+    """Returns the number of parts into which devices divide the batch."""
     return max(topology.devices // experiment.parallelism.tensor, 1)

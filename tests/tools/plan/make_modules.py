@@ -212,7 +212,8 @@ def store_step(name: str, text: str, dump: str) -> None:
     text = re.sub(r'(?<="body":")[^"]+', lambda body: f"{zlib.crc32(body[0].encode()):x}", text)
     text = re.sub(r", backend_config=.*", kept, re.sub(r", metadata=\{[^}]*\}", "", text))
     names = re.findall(r"%([\w.\-]+) = .*(?:estimated_cycles|tpu_custom_call)", text)
-    cycles = {one: known for one in names if (known := bundles.reader(dump)(one)) is not None}
+    cycles_of = bundles.make_cycle_lookup(dump)
+    cycles = {one: known for one in names if (known := cycles_of(one)) is not None}
     (FOLDER / f"{name}.txt.xz").write_bytes(lzma.compress(f"{json.dumps(cycles)}\n{text}".encode()))
 
 
@@ -224,7 +225,7 @@ def store(name: str, text: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as dump:
-        os.environ["LIBTPU_INIT_ARGS"] = compile_lib.DUMP.format(dump)
+        os.environ["LIBTPU_INIT_ARGS"] = compile_lib.DUMP_FLAGS.format(dump)
         for make in (sharded_layers, kernels, replicated_bits, summed_slices):
             store(make.__name__, stripped(make().compile().as_text()))
         for topology in ("v5e:2x2", "v5p:2x2x1"):

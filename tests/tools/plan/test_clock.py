@@ -31,9 +31,9 @@ def stored(name: str) -> tuple[str, dict[str, int]]:
 
 
 @functools.cache
-def read(name: str) -> tuple[schedule.Program, estimate.Seconds]:
+def read(name: str) -> tuple[schedule.Program, estimate.StepTime]:
     text, known = stored(name)
-    program = schedule.read(hlo.parse(text), known.get)
+    program = schedule.read_program(hlo.parse(text), known.get)
     return program, estimate.estimate(program, SLICES[name], compiled(SLICES[name]).places)
 
 
@@ -70,7 +70,7 @@ def estimated(line: str) -> int:
 def test_the_sum_of_the_terms_is_the_step(name):
     program, seconds = read(name)
     timeline = estimate._Timeline(program, SLICES[name], compiled(SLICES[name]).places)
-    timeline.run(program.schedule, 1)
+    timeline.simulate(program.schedule, 1)
     assert seconds.total == pytest.approx(sum(seconds.terms.values())) == timeline.now
     assert round(1e3 * seconds.total, 2) == MS[name]
 
@@ -138,7 +138,7 @@ def test_a_copy_moves_the_part_that_lies_in_memory(name, moved):
     of = next(c for c in module.computations.values() if name in c.lookup)
     one = of.lookup[name]
     assert work.is_copy(module, one)
-    assert work.copy_bytes(one, module.computations.get(one.callee("calls") or "", of)) == moved
+    assert work.copy_bytes(one, module.computations.get(one.callee("calls"), of)) == moved
 
 
 def test_a_stack_whose_tiles_change_in_place_is_not_read():

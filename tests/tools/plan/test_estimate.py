@@ -35,7 +35,7 @@ def seconds(name: str, one: Collective) -> tuple[float, float]:
     return estimate.cost(one, topology.parse(name), places(name))[:2]
 
 
-def step(*schedule, collectives=(), kernels=(), name: str = "v5e:8x8") -> estimate.Seconds:
+def step(*schedule, collectives=(), kernels=(), name: str = "v5e:8x8") -> estimate.StepTime:
     program = Program(
         schedule=schedule, kernels=kernels, collectives=collectives, operations={}, endless=0
     )
@@ -252,14 +252,7 @@ def test_a_permutation_takes_as_long_as_its_slowest_pair(name, order, rate, hops
 
 
 def test_both_cores_of_a_chip_send_over_the_same_link():
-    one = Collective(
-        kind="collective-permute",
-        count=1,
-        payload=90 * MB,
-        group=(),
-        pairs=((0, 2), (1, 3)),
-        where="entry",
-    )
+    one = dataclasses.replace(collective("collective-permute", ()), pairs=((0, 2), (1, 3)))
     assert seconds("v3:8x8", one)[0] == pytest.approx(2 * 90e6 / 82e9)
 
 

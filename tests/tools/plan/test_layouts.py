@@ -46,7 +46,7 @@ def test_layouts_are_ranked_by_the_hours_of_the_recipe(answers):
         "parallelism.accumulation=1,2",
     ]
     hours = [one["hours"] for one in result["ranked"]]
-    assert len(hours) == report.BEST and hours == sorted(hours)
+    assert len(hours) == report.SHOWN_LAYOUTS and hours == sorted(hours)
     step = estimate.estimate(program(37 * 24_000_000), SLICE, compiled(SLICE).places)
     assert hours[0] == pytest.approx(1e6 * step.total / 3600)
 
@@ -69,7 +69,7 @@ def test_what_is_named_fits_and_nothing_else_is_looked_for(answers, capsys, tmp_
     (entry,) = json.loads(file.read_text())["slices"]
     search = entry["search"]
     assert 0 < search["unfit"] < search["compiled"]
-    assert [one["peak"] for one in search["ranked"]] == [peaks["dots"]] * report.BEST
+    assert [one["peak"] for one in search["ranked"]] == [peaks["dots"]] * report.SHOWN_LAYOUTS
     assert f"--set {' --set '.join(search['ranked'][0]['settings'])}" in out
     assert "remedies" not in entry["phases"][0]
     for one in search["ranked"]:

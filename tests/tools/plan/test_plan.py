@@ -61,7 +61,7 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, tmp_path):
 
 def test_what_slices_wait_for_each_other_is_a_term(answers, tmp_path):
     """Of a program for two slices of v5e:2x2 that add up a MiB a chip, and for as many others."""
-    program = schedule.read(hlo.parse(text("summed_slices")))
+    program = schedule.read_program(hlo.parse(text("summed_slices")))
     answers[0] = lambda job: dataclasses.replace(compiled(job.topology), program=program)
     file, names = tmp_path / "plan.json", "2*v5e:2x2,16*v5e:2x2"
     out = said(f"plan {POD} --topology {names} --out {file}")
@@ -204,7 +204,7 @@ def test_a_long_compilation_says_what_it_does_and_how_much_time_it_took(job, mon
 def test_bundles_of_a_kernel_are_found_by_its_instruction(tmp_path):
     (tmp_path / "17-looped.1-00-schedule-analysis_final_bundles.txt").write_text("Schedule")
     (tmp_path / "17-looped.1-01-final_bundles.txt").write_text(text("looped_v5e"))
-    cycles = bundles.reader(str(tmp_path))
+    cycles = bundles.make_cycle_lookup(str(tmp_path))
     assert (cycles("looped.1"), cycles("looped.2"), cycles("ooped.1")) == (2829, None, None)
 
 
@@ -218,7 +218,7 @@ def test_another_program_is_another_compilation(job):
 
     def key(settings):
         experiment = config.override(plain, settings.split())
-        return compile_lib.key(dataclasses.replace(job, experiment=experiment, phase=1))
+        return compile_lib.cache_key(dataclasses.replace(job, experiment=experiment, phase=1))
 
     others = "run.check_every=100", "run.replay_every=100", "data.objective=mlm"
     before = "phases.0.objective=causal phases.0.max_predictions_per_seq=127"
@@ -284,7 +284,7 @@ def test_an_outcome_is_the_same_when_read_back():
     ],
 )
 def test_what_the_compiler_says_when_it_refuses(message, kind, wanted):
-    outcome = compile_lib.failure(message)
+    outcome = compile_lib.parse_failure(message)
     assert outcome.kind == kind and "\n" not in outcome.message
     assert outcome.wanted == (wanted and pytest.approx(wanted))
 

@@ -12,7 +12,7 @@ LAYERS, WIDTH, INNER, MICRO_BATCHES, ROWS, AXIS = 3, 1024, 4096, 2, 64, 4
 
 
 def read(module: str) -> Program:
-    return schedule.read(hlo.parse(module))
+    return schedule.read_program(hlo.parse(module))
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,8 @@ def layers():
 
 
 def test_cycles_are_summed_over_all_rounds_of_loops_in_loops(layers):
-    assert (
-        sum(layers.sums[kind] for kind in KINDS) == 1_265_532
-    )  # as another reader of the same text finds
+    # As another reader of the same text finds.
+    assert sum(layers.sums[kind] for kind in KINDS) == 1_265_532
     assert layers.endless == 0
 
 
@@ -79,7 +78,7 @@ def test_kernels_take_what_the_compiler_schedules_for_them():
     array = 4 * 128 * 128
     module = hlo.parse(text("kernels"))
     cycles = {"stated.1": 140}
-    assert schedule.read(module, cycles.get).kernels == (
+    assert schedule.read_program(module, cycles.get).kernels == (
         Kernel(name="stated", count=5, cycles=140, bytes=0),
         Kernel(name="silent", count=1, cycles=None, bytes=array),
     )
@@ -105,7 +104,7 @@ ENTRY %main (p: f32[6]) -> f32[6] {
   ROOT %one.2 = f32[6]{0} custom-call(%one.1), custom_call_target="tpu_custom_call"BODY
 }
 """.replace("BODY", ', backend_config={"custom_call_config":{"body":"TUzvUg=="}}')
-    kernels = schedule.read(hlo.parse(lines), {"one.1": 7}.get).kernels
+    kernels = schedule.read_program(hlo.parse(lines), {"one.1": 7}.get).kernels
     assert kernels == (Kernel(name="one", count=2, cycles=7, bytes=48),)
 
 
