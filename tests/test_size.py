@@ -49,13 +49,13 @@ ABOVE = {
     "pretraining": 1_235,
     "serve": 573,
     "storage": 2_119,
-    "tasks": 5_224,
+    "tasks": 5_222,
     "text": 3_257,
     "tools": 8_813,
     "training": 2_407,
     "benchmarks": 3_296,
     "experiments": 1_798,
-    "tests": 39_945,
+    "tests": 39_944,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
