@@ -8,7 +8,7 @@ import numpy as np
 
 from bert_jax.config import Adapt, Model, Optimizer, Task
 from bert_jax.tasks import task_kind
-from bert_jax.tasks.examples import Answer, Question, Sentence, Tagged
+from bert_jax.tasks.examples import AnswerSpan, Question, Sentence, Tagged
 from bert_jax.tasks.task_objective import TaskObjective
 from bert_jax.text.tokenizer import WordPiece
 
@@ -55,7 +55,7 @@ def tagged(words, tags=None):
 
 def question(context, *answers, number=0, text="wa wb ?"):
     """Answers are parts of the context, the first of their kind."""
-    found = tuple(Answer(answer, context.index(answer)) for answer in answers)
+    found = tuple(AnswerSpan(answer, context.index(answer)) for answer in answers)
     return Question("f", f"q{number}", text, context, found, bool(answers))
 
 
@@ -107,13 +107,13 @@ LABELS = {
 
 
 def kind_of(kind):
-    return task_kind.kind_of(task(kind), LABELS[kind], TOKENIZER)
+    return task_kind.make_kind(task(kind), LABELS[kind], TOKENIZER)
 
 
 def objective(kind, adapt=None, model=MODEL, fresh_parts=()):
     adapt = adapt or Adapt()
     of = kind_of(kind)
-    shape = of.learns, of.reads, of.outputs, of.rows_per_example
+    shape = of.learns, of.reads, of.output_count, of.rows_per_example
     return TaskObjective(model, *shape, adapt, fresh_parts)
 
 

@@ -265,9 +265,9 @@ def mine(args: argparse.Namespace) -> int:
     pairs = []
     source = source_of("PAIRS", "similar", args.pairs)
     columns = args.query, args.positive
-    for where, cells in formats.rows(source, "first_line", columns):
+    for where, cells in formats.read_columns(source, "first_line", columns):
         named = zip(cells, columns, strict=True)
-        query, positive = (formats.text_of(cell, f"column {name!r}", where) for cell, name in named)
+        query, positive = (formats.require_text(x, f"column {name!r}", where) for x, name in named)
         pairs.append((query, positive))
     if not pairs:
         raise InputError(f"{args.pairs}: holds no pairs of queries and texts that answer them")

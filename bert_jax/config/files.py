@@ -109,7 +109,7 @@ def name_of(path: str) -> str:
 
 def source_of(flag: str, kind: str, file: str) -> str:
     """Returns FORMAT:FILE for `task.train`; the format follows from the ending of the name."""
-    formats = KINDS[kind].sources
+    formats = KINDS[kind].formats
     if file.partition(":")[0] in formats:
         return file
     ending = pathlib.PurePath(COMPRESSED.sub("", file)).suffix.lower()

@@ -177,7 +177,7 @@ class Task(Section, role="identity", label="task"):
             file_format, _, path = source.partition(":")
             # A dataset name may end in a colon and a version, so the split is the last part.
             parts = path.rpartition(":")[::2] if file_format in _SPLIT_FORMS else [path]
-            known = self.spec.sources
+            known = self.spec.formats
             if file_format not in known or not all(parts):
                 forms = " or ".join(f"{name}:{_SPLIT_FORMS.get(name, 'FILE')}" for name in known)
                 raise InputError(f"{where}: {source!r}: task.kind={self.kind} reads {forms}")

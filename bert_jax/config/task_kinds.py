@@ -26,7 +26,7 @@ class KindSpec:
     text_columns: tuple[str, ...] = ("text_column",)
     # Settings that not all kinds have: fields of `Task`, or names such as adapt.pooling.
     settings: tuple[str, ...] = ()
-    sources: tuple[str, ...] = _TABLES  # formats from which examples can be read
+    formats: tuple[str, ...] = _TABLES  # formats from which examples can be read
     # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
     adapt_methods: tuple[str, ...] = ("full", "frozen", "lora")
     problems: Callable[[Any], Iterable[Problem]] = lambda task: ()  # checks a `Task` of the kind
@@ -73,7 +73,7 @@ _PROMPTS = ("query_prefix", "text_prefix")
 _RETRIEVER: Any = {
     "scores": ("ndcg@10", "mrr@10", "recall@10", "recall@1"),
     "text_columns": (*_TWO_TEXTS, "negative_column"),
-    "sources": (*_TABLES, "beir"),
+    "formats": (*_TABLES, "beir"),
     "adapt_methods": ("full",),
     "problems": _pair_problems,
     "reads_lists": True,
@@ -82,23 +82,23 @@ _RETRIEVER: Any = {
 _LABEL_SETTINGS = ("labels", "class_weights", "adapt.pooling")
 
 KINDS = {
-    "classify": KindSpec("labels:Sentences", _LABEL_SCORES, settings=_LABEL_SETTINGS),
-    "pair": KindSpec("labels:Sentences", _LABEL_SCORES, settings=_LABEL_SETTINGS, **_PAIR),
+    "classify": KindSpec("labels:SentenceKind", _LABEL_SCORES, settings=_LABEL_SETTINGS),
+    "pair": KindSpec("labels:SentenceKind", _LABEL_SCORES, settings=_LABEL_SETTINGS, **_PAIR),
     "regress": KindSpec(
-        "labels:NumberTask", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
+        "labels:NumberKind", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
     ),
     "choice": KindSpec(
-        "labels:Choices",
+        "labels:ChoiceKind",
         ("accuracy",),
         ("text_column", "choice_columns"),
         ("labels", "adapt.pooling"),
         problems=_choice_problems,
     ),
     "tag": KindSpec(
-        "labels:Tags",
+        "labels:TagKind",
         ("entity_f1", "accuracy"),
         settings=("labels", "class_weights", "adapt.features"),
-        sources=("conll", "jsonl", "tfds"),
+        formats=("conll", "jsonl", "tfds"),
     ),
     "span": KindSpec(
         "spans:SpanTask",
@@ -135,7 +135,7 @@ KINDS = {
         "rank:Rank",
         ("ndcg@10", "mrr@10", "map"),
         settings=("ranking_loss", "adapt.pooling"),
-        sources=("jsonl", "tfds", "beir"),
+        formats=("jsonl", "tfds", "beir"),
         reads_lists=True,
         **_PAIR,
     ),

@@ -17,33 +17,33 @@ from bert_jax.tasks.task_kind import TaskKind
 from bert_jax.text.tokenizer import Tokenizer
 
 
-def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
-    """Yields lines about the first `most` rows of the step after `done` steps.
+def show(experiment: Finetuning, step: int, max_shown: int) -> Iterator[Text]:
+    """Yields lines about the first rows of a step, or about the first examples that train vectors.
 
     A token with a tag, and the first and last token of an answer, are written {token|mark}. The
     target of a generated text follows `->`.
     """
     base = read_base(experiment)
-    implementation: type[TaskKind] = experiment.task.spec.implementing_class
-    training = implementation.read_training(experiment, base, Tally(), teacher="skip")
+    kind_class: type[TaskKind] = experiment.task.spec.implementing_class
+    training = kind_class.read_training(experiment, base, Tally(), teacher="skip")
     kind, rows, batches = training.kind, training.rows, training.batches
     total = math.ceil(experiment.epochs * training.draws_per_epoch / experiment.batch_size)
-    if not 0 <= done < total:
-        raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
+    if not 0 <= step < total:
+        raise InputError(f"--step {step}: the run has steps 0 to {total - 1}")
     per_example = kind.rows_per_example
     count = experiment.batch_size * per_example
-    batch = batches.batch(done, np.arange(count))
+    batch = batches.batch(step, np.arange(count))
     filled, length = batch["input_mask"].mean(), batch["input_ids"].shape[1]
-    epoch = done * experiment.batch_size // training.draws_per_epoch
+    epoch = step * experiment.batch_size // training.draws_per_epoch
     yield Text(
-        f"step {done} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
+        f"step {step} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
     )
     if kind.task.spec.makes_vectors:
-        yield from _similar_lines(batch, base.tokenizer, per_example, most)
+        yield from _vector_lines(batch, base.tokenizer, per_example, max_shown)
         return
     assert rows is not None and isinstance(batches, TaskBatches)
-    for row in batches.step_rows(done)[:most]:
-        example = training.examples[rows.notes[row][0] if rows.notes else row // per_example]
+    for row in batches.step_rows(step)[:max_shown]:
+        example = training.examples[rows.origins[row][0] if rows.origins else row // per_example]
         yield Text(f"\n{printable(example.location)}{_target_text(rows, int(row), kind.labels)}")
         tokens = [printable(base.tokenizer.token(int(i))) for i in rows.ids[row]]
         text = mark_tokens(tokens, dict(_marks(rows, int(row), kind.labels)))
@@ -53,12 +53,12 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
         yield text
 
 
-def _similar_lines(batch: Batch, tokenizer: Tokenizer, count: int, most: int) -> Iterator[Text]:
-    """Yields the texts of similarity examples, each of which has `count` rows."""
-    for row, ids in enumerate(batch["input_ids"][: most * count]):
+def _vector_lines(batch: Batch, tokenizer: Tokenizer, count: int, limit: int) -> Iterator[Text]:
+    """Yields the texts of the first `limit` examples that train vectors, `count` rows each."""
+    for row, ids in enumerate(batch["input_ids"][: limit * count]):
         if row % count == 0:
             scores = np.atleast_1d(batch["scores"][row]) if "scores" in batch else ()
-            score = f", to be {', '.join(f'{x:g}' for x in scores)}" if len(scores) else ""
+            score = f", target {', '.join(f'{x:g}' for x in scores)}" if len(scores) else ""
             yield Text(f"\nexample {row // count} of the step{score}")
         token_ids = ids[batch["input_mask"][row] > 0]
         yield mark_tokens([printable(tokenizer.token(int(i))) for i in token_ids], {})
@@ -66,10 +66,10 @@ def _similar_lines(batch: Batch, tokenizer: Tokenizer, count: int, most: int) ->
 
 def _target_text(rows: TaskRows, row: int, labels: Sequence[str]) -> str:
     """Returns the target of a whole row as text."""
-    if "targets" not in rows.numbers:
-        spans = "starts" in rows.numbers and not rows.numbers["ends"][row]
-        return ": not answered here" if spans else ""
-    target = rows.numbers["targets"][row]
+    if "targets" not in rows.row_arrays:
+        is_unanswered = "starts" in rows.row_arrays and not rows.row_arrays["ends"][row]
+        return ": no answer in this row" if is_unanswered else ""
+    target = rows.row_arrays["targets"][row]
     if not labels:
         # For task.kind=rank a row has the scores of all texts of its query.
         score = np.ravel(target)[row % rows.rows_per_example]
@@ -82,10 +82,10 @@ def _target_text(rows: TaskRows, row: int, labels: Sequence[str]) -> str:
 
 def _marks(rows: TaskRows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Yields (position, mark) of the tokens that are targets."""
-    if rows.tokens:
-        tags, weights = rows.tokens["targets"][row], rows.tokens["target_weights"][row]
-        for position in np.flatnonzero(weights):
+    if rows.token_arrays:
+        tags = rows.token_arrays["targets"][row]
+        for position in np.flatnonzero(rows.token_arrays["target_weights"][row]):
             yield int(position), printable(labels[int(tags[position])])
-    elif "starts" in rows.numbers and rows.numbers["ends"][row]:
-        start, end = int(rows.numbers["starts"][row]), int(rows.numbers["ends"][row])
+    elif "starts" in rows.row_arrays and rows.row_arrays["ends"][row]:
+        start, end = int(rows.row_arrays["starts"][row]), int(rows.row_arrays["ends"][row])
         yield from {end: "last", start: "first" if start != end else "answer"}.items()

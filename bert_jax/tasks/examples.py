@@ -21,7 +21,7 @@ from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.errors import InputError, excerpt
 from bert_jax.tasks import formats
-from bert_jax.tasks.formats import field, text_of
+from bert_jax.tasks.formats import require_field, require_text
 from bert_jax.text.records import OnBroken, quote_names
 
 Cells = list[Any]
@@ -37,7 +37,7 @@ _SHOWN_LOCATIONS = 3
 
 @dataclass(frozen=True)
 class Sentence:
-    """One text, or several related texts, with a label."""
+    """An example of one text or several related texts, not only sentences, with a label."""
 
     location: str
     # One text for `classify` and `generate`; two for `pair`, `regress` and `similar`; for `choice`
@@ -71,8 +71,8 @@ class Tagged:
         return self.tags or ()
 
 
-class Answer(NamedTuple):
-    """A part of a context: its text, and the offset of its first character."""
+class AnswerSpan(NamedTuple):
+    """A reference answer: a part of a context, and the offset of its first character."""
 
     text: str
     start: int
@@ -86,7 +86,7 @@ class Question:
     id: str  # unique in a task
     question: str
     context: str  # unchanged, since answers are offsets in it
-    answers: tuple[Answer, ...]  # the reference answers; () if there are none, or if unlabelled
+    answers: tuple[AnswerSpan, ...]  # () if there are none, or if unlabelled
     has_answer: bool  # whether the context contains an answer; True if unlabelled
 
     @property
@@ -113,13 +113,13 @@ class MinimalPair:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A query, and the texts among which its answers are sought."""
+    """A query with its candidates, the texts to rank."""
 
     location: str
     query: str
     candidates: tuple[str, ...]  # at least one
     scores: tuple[float, ...] | None  # one for each; above 0: relevant; None if unlabelled
-    # Scores of the relevant texts that BM25 did not choose; None if a file lists the candidates.
+    # Scores of the relevant texts that BM25 did not retrieve; None if the candidates are given.
     missed: tuple[float, ...] | None = None
 
     @property
@@ -164,7 +164,7 @@ class Tally:
         """Records a broken row."""
         self.broken.append((location, error))
 
-    def __str__(self) -> str:
+    def describe_broken(self) -> str:
         """Returns the number of broken rows, and the locations of the first ones."""
         locations = [location for location, _ in self.broken]
         shown = ", ".join(locations[:_SHOWN_LOCATIONS])
@@ -187,7 +187,7 @@ def iterate(
     Unlabelled sources may lack the label column. `tally` counts examples and broken rows.
     """
     columns = task.text_columns + (task.label_columns if labelled == "labelled" else ())
-    task.require_readable("source", sources, columns)
+    task.require_readable(where="source", sources=sources, columns=columns)
     location_by_id: dict[str, str] = {}  # of questions
     tally = Tally() if tally is None else tally
     for source in sources:
@@ -211,7 +211,7 @@ def iterate(
 
 
 def broken_row_handler(task: Task, tally: Tally) -> OnBroken:
-    """Returns a function that raises the error of a broken row, or only records it in `tally`."""
+    """Returns a function that, by `task.broken_rows`, raises errors or records them in `tally`."""
     return tally.record_broken if task.broken_rows == "skip" else _raise_broken
 
 
@@ -223,8 +223,8 @@ def _raise_broken(location: str, error: InputError) -> None:
 def _read_source(
     task: Task, source: str, columns: tuple[str, ...], labelled: Labelled, on_broken: OnBroken
 ) -> Iterator[Example]:
-    if "squad" in task.spec.sources:  # a question has no columns
-        for location, record in formats.questions(source):
+    if "squad" in task.spec.formats:  # a question has no columns
+        for location, record in formats.read_questions(source):
             try:
                 yield _question_from_record(source, location, record, task.no_answer, labelled)
             except InputError as error:
@@ -234,7 +234,7 @@ def _read_source(
         passages = retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
         yield from task.spec.implementing_class.parse_passages(passages)
         return
-    for location, values in formats.rows(source, task.header, columns, on_broken):
+    for location, values in formats.read_columns(source, task.header, columns, on_broken):
         try:
             example = example_from_cells(task, location, values)
             require_known_labels(task.labels, [example])
@@ -250,7 +250,7 @@ def is_blank(value: Any) -> bool:
 
 
 def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
-    """Builds an example from the cells of its text columns and, if read, its label columns."""
+    """Builds an example from the cells of its text columns and, if labelled, label columns."""
     count = len(task.text_columns)
     kind = task.spec.implementing_class
     return kind.parse_cells(task, location, values[:count], values[count:])
@@ -259,9 +259,9 @@ def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
 def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
     """Returns an example whose label is a name, a text, or a number."""
     columns = zip(task.text_columns, texts, strict=True)
-    checked = tuple(text_of(value, f"column {column!r}", location) for column, value in columns)
-    # Correlations compare numbers.
-    parse_label = label_number if "spearman" in task.spec.scores else _label_name
+    checked = tuple(require_text(value, f"column {name!r}", location) for name, value in columns)
+    # Kinds that are scored by correlations have numbers as labels.
+    parse_label = parse_number if "spearman" in task.spec.scores else _label_name
     label = parse_label(labels[0], f"column {task.label_column!r}", location) if labels else None
     return Sentence(location, checked, label)
 
@@ -269,15 +269,14 @@ def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) 
 def minimal_pair_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> MinimalPair:
     """Returns a pair with its paradigm and, if the task names its column, its field."""
     columns = zip(task.text_columns, texts, strict=True)
-    good, bad = (text_of(value, f"column {column!r}", location) for column, value in columns)
-    columns = zip((task.label_column, task.field_column), labels, strict=False)
+    good, bad = (require_text(value, f"column {column!r}", location) for column, value in columns)
+    columns = zip(task.label_columns, labels, strict=True)
     names = [_label_name(value, f"column {column!r}", location) for column, value in columns]
-    paradigm, field_name = names if len(names) == 2 else (*names, "")
-    return MinimalPair(location, good, bad, paradigm, field_name)
+    return MinimalPair(location, good, bad, names[0], names[1] if task.field_column else "")
 
 
 def tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Tagged:
-    """Returns an example of a list of words and a list of tags."""
+    """Returns an example from a list of words and a list of tags."""
     columns = (task.text_column, task.label_column)
     for column, value in zip(columns, [*texts, *labels], strict=False):
         if not isinstance(value, list) or not value:
@@ -285,7 +284,8 @@ def tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) ->
                 f"{location}: column {column!r} must be a list of words or tags, not empty"
             )
     # Equal words and equal tags share one object.
-    words = tuple(sys.intern(text_of(w, f"word {i}", location)) for i, w in enumerate(texts[0], 1))
+    checked = [require_text(word, f"word {i}", location) for i, word in enumerate(texts[0], 1)]
+    words = tuple(map(sys.intern, checked))
     if not labels:
         return Tagged(location, words, None)
     if len(labels[0]) != len(words):
@@ -297,16 +297,16 @@ def tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) ->
 def _question_from_record(
     source: str, location: str, record: Mapping[str, Any], no_answer: NoAnswer, labelled: Labelled
 ) -> Question:
-    id_ = text_of(field(record, "id", str, location), "id", location)
+    id_ = require_text(require_field(record, "id", str, location), "id", location)
     location = f"{source.removeprefix('squad:')}: question {id_}"
-    question = text_of(field(record, "question", str, location), "question", location)
-    context = text_of(field(record, "context", str, location), "context", location)
+    question = require_text(require_field(record, "question", str, location), "question", location)
+    context = require_text(require_field(record, "context", str, location), "context", location)
     if labelled == "unlabelled":
         return Question(location, id_, question, context, (), True)
-    records = field(record, "answers", list, location)
+    records = require_field(record, "answers", list, location)
     answers = tuple(_answer_from_record(answer, context, location) for answer in records)
     if "is_impossible" in record:
-        impossible = field(record, "is_impossible", bool, location)
+        impossible = require_field(record, "is_impossible", bool, location)
         if impossible == bool(answers):
             count = "answers" if answers else "no answer"
             raise InputError(f"{location}: is_impossible={impossible}, but it has {count}")
@@ -317,28 +317,29 @@ def _question_from_record(
     return Question(location, id_, question, context, answers, bool(answers))
 
 
-def _answer_from_record(answer: Any, context: str, location: str) -> Answer:
-    text = text_of(field(answer, "text", str, location), "the text of an answer", location)
-    start = field(answer, "answer_start", int, location)
+def _answer_from_record(answer: Any, context: str, location: str) -> AnswerSpan:
+    value = require_field(answer, "text", str, location)
+    text = require_text(value, "the text of an answer", location)
+    start = require_field(answer, "answer_start", int, location)
     if start < 0 or context[start : start + len(text)] != text:
         raise InputError(
             f"{location}: the answer {excerpt(text)} is not at character {start} of its context, "
             f"but at {context.find(text)} (-1: nowhere)"
         )
-    return Answer(text, start)
+    return AnswerSpan(text, start)
 
 
 def _label_name(value: Any, what: str, location: str) -> str:
-    """Returns the name of a label. Integers and booleans are converted as in JSON."""
+    """Returns the name of a label. Integers and booleans are written as in JSON."""
     if value is None:
         raise InputError(f"{location}: {what} is missing: the example has no label")
     if isinstance(value, bool | int):
         return json.dumps(value)
-    return text_of(value, what, location).strip()
+    return require_text(value, what, location).strip()
 
 
-def label_number(value: Any, what: str, location: str) -> float:
-    """Returns a number, which JSON or a text gives; it must be finite."""
+def parse_number(value: Any, what: str, location: str) -> float:
+    """Returns the finite number that a JSON value or a text gives."""
     text = value.strip() if isinstance(value, str) else json.dumps(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(number):
@@ -346,7 +347,7 @@ def label_number(value: Any, what: str, location: str) -> float:
     return number
 
 
-# --- typed texts ----------------------------------------------------------------------------------
+# --- examples from given texts --------------------------------------------------------------------
 
 
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
@@ -354,29 +355,29 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
     has_tabs = len(task.text_columns) > 1
     filled = ((location, line) for location, line in lines if line.strip())
     for number, (location, line) in enumerate(filled, 1):
-        yield parse_typed(task, location, line.split("\t") if has_tabs else [line], number)
+        yield example_from_texts(task, location, line.split("\t") if has_tabs else [line], number)
 
 
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
-    """Yields unlabelled examples: for a task of pairs, the texts A B C D are two examples.
+    """Yields unlabelled examples, numbered from `first`. A task of pairs makes two of A B C D.
 
-    For a kind that reads lists they are one: a query and three texts. `first` numbers questions.
+    A kind that reads lists makes one example of A B C D: a query and three texts.
     """
     count = len(texts) if task.spec.reads_lists else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):
-        yield parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
+        yield example_from_texts(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 
-def parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
-    """Returns the unlabelled example of given texts; `number` is that of a question."""
+def example_from_texts(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
+    """Returns the unlabelled example of given texts; `number` becomes the id of a question."""
     columns = task.text_columns
-    has_more = task.spec.reads_lists and len(texts) > len(columns)  # several texts for the query
+    has_more = task.spec.reads_lists and len(texts) > len(columns)  # a query and several texts
     if len(texts) != len(columns) and not has_more:
         raise InputError(
             f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {len(columns)}: "
             f"write {'<tab>'.join(columns)} in a line, or give each text as one argument"
         )
-    checked = [text_of(text, f"text {i}", location) for i, text in enumerate(texts, 1)]
+    checked = [require_text(text, f"text {i}", location) for i, text in enumerate(texts, 1)]
     return task.spec.implementing_class.parse_texts(location, number, checked)
 
 
@@ -401,8 +402,8 @@ def find_labels(task: Task, train: Sequence[Any]) -> tuple[str, ...]:
     require_known_labels(labels, train)
     if len(labels) < 2:
         raise InputError(
-            f"task.train: {task.label_column!r} has but one label, {quote_names(labels)}; there is "
-            "nothing to learn"
+            f"task.train: {task.label_column!r} has only one label, {quote_names(labels)}; there "
+            "is nothing to learn"
         )
     if task.main_score == "f1" and len(labels) != 2:
         raise InputError(
@@ -419,10 +420,7 @@ def find_labels(task: Task, train: Sequence[Any]) -> tuple[str, ...]:
 
 
 def require_known_labels(labels: Sequence[str], examples: Sequence[Any]) -> None:
-    """Raises InputError if an example has a label that is not in `labels`.
-
-    An empty `labels` allows every label.
-    """
+    """Raises InputError if a label of an example is not in `labels`; () allows every label."""
     known = set(labels)
     for example in examples if known else ():
         for number, name in enumerate(example.label_names, 1):

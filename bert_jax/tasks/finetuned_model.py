@@ -85,7 +85,7 @@ class TaskModel:
         restored = saved.read(which, {"params": abstract["params"]})
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params = restored.step, restored.state["params"]
-        self.kind = kind.fitted(restored.metadata["notes"] | {"step": self.step})
+        self.kind = kind.with_threshold(restored.metadata["notes"] | {"step": self.step})
         # The base's, with the run's dropout rates and compute type.
         self.model, self.tokenizer = objective.model, loaded.tokenizer
         # The line of metrics.jsonl with the scores of this step; None if there is none.
@@ -115,7 +115,7 @@ class TaskModel:
         """Yields the answers to examples, in order; `WINDOW` examples are in memory at once.
 
         Yields:
-          JSON: `TaskKind.inputs` and the answer of `TaskKind.answers`.
+          JSON: `TaskKind.example_fields` and the answer of `TaskKind.answers`.
         """
         examples = iter(examples)
         while window := list(itertools.islice(examples, WINDOW)):
@@ -148,7 +148,7 @@ class TaskModel:
     ) -> Iterator[dict[str, Any]]:
         answers = self.kind.answers(outputs, task_rows, examples)
         for example, answer in zip(examples, answers, strict=True):
-            yield self.kind.inputs(example) | answer
+            yield self.kind.example_fields(example) | answer
 
     def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
         """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
@@ -239,7 +239,7 @@ class FinetunedModel(LoadedModel):
                     f"{where}: has {pluralize(len(parts), 'text')}; "
                     f"task.kind={task.kind} takes {count}"
                 )
-            examples.append(examples_lib.parse_typed(task, where, parts, position + 1))
+            examples.append(examples_lib.example_from_texts(task, where, parts, position + 1))
         return list(self.task_model.predict(examples))
 
     def score(self, sources: str | Sequence[str] = ()) -> dict[str, Any]:

@@ -222,10 +222,10 @@ class FinetuningJob(Job):
             yield f"finetune: begins with a fresh head: the base's has {why}"
         yield from (f"finetune: warning: {warning}" for warning in data.warnings)
         if task.broken_rows == "skip":
-            parts = ", ".join(f"{tally} of {name}" for name, tally in self._tallies.items())
-            yield f"finetune: broken rows left out: {parts}"
-        for texts, held_out in data.eval_rows.cut.items():
-            count = training.rows.cut[texts] if training.rows is not None else 0
+            parts = (f"{t.describe_broken()} of {name}" for name, t in self._tallies.items())
+            yield f"finetune: broken rows left out: {', '.join(parts)}"
+        for texts, held_out in data.eval_rows.truncated.items():
+            count = training.rows.truncated[texts] if training.rows is not None else 0
             if count + held_out:
                 yield f"finetune: truncated {texts}: {count:,} of train, {held_out:,} of validation"
         if data.kind.reads == "decoder" and self._base.tokenizer.case == "uncased":
@@ -264,7 +264,7 @@ class FinetuningJob(Job):
         data = self.data
         outputs, loss = self._forward(params, self.frozen, self.eval_batches, data.eval_rows)
         line = data.kind.evaluate(outputs, loss, data.eval_rows, data.validation, self._parts)
-        self._newest = outputs, data.kind.fitted(line)
+        self._newest = outputs, data.kind.with_threshold(line)
         return line
 
     def _mistakes(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def _full_share(task_rows: rows.TaskRows | None) -> float:
 
     It is 0 for tags and spans, which continue in another row.
     """
-    if task_rows is None or task_rows.notes:
+    if task_rows is None or task_rows.origins:
         return 0.0
     return float((task_rows.lengths >= task_rows.limit).mean())
 

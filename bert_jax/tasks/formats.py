@@ -3,7 +3,7 @@
 A source is FORMAT:PATH. The formats:
 
   tsv, csv, jsonl  see `text.records`
-  conll  a word per line, a blank line after each sentence; blanks and tabs separate columns
+  conll  a word per line, a blank line after each sentence; columns separated by spaces or tabs
   squad  JSON of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018):
          {"data": [{"paragraphs": [{"context": TEXT, "qas": [
              {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
@@ -29,7 +29,7 @@ _TABLE_FORMATS = ("tsv", "csv", "conll")
 _TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 
 
-def records(
+def read_records(
     source: str,
     header: str,
     blank_lines: bool = False,
@@ -41,19 +41,19 @@ def records(
     """
     format_, _, path = source.partition(":")
     if format_ == "tfds":
-        return _dataset(path)
+        return _read_dataset(path)
     lines = (line.removesuffix("\r") + "\n" for _, line in line_reader.read_file(path))
     if format_ == "conll":
-        return _conll(lines, path, on_broken)
+        return _read_conll(lines, path, on_broken)
     if format_ == "squad":
-        return _squad(lines, path)
+        return _read_squad(lines, path)
     return text_records.parse(format_, lines, path, header, blank_lines, on_broken)
 
 
-def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[SourceRecord]:
-    first_line, names = 0, list[str]()  # of the file's first word
-    start = 0  # the line of the sentence's first word
-    words: list[list[str]] = []  # of the sentence
+def _read_conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[SourceRecord]:
+    first_line, names = 0, list[str]()  # line number and column names of the file's first word
+    start = 0  # line number of the sentence's first word
+    words: list[list[str]] = []  # the columns of the sentence's words
     sentence_error: InputError | None = None
     # The added line ends the last sentence.
     for number, line in enumerate(itertools.chain(lines, [""]), 1):
@@ -78,41 +78,41 @@ def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Sou
             words, sentence_error = [], None
 
 
-def _squad(lines: Iterable[str], path: str) -> Iterator[SourceRecord]:
+def _read_squad(lines: Iterable[str], path: str) -> Iterator[SourceRecord]:
     """Yields each question with its context; the location is its position in the file's JSON."""
     tree = json_object("".join(lines), path)
-    for i, article in enumerate(field(tree, "data", list, path)):
+    for i, article in enumerate(require_field(tree, "data", list, path)):
         article_location = f"{path}: data[{i}]"
-        for j, paragraph in enumerate(field(article, "paragraphs", list, article_location)):
+        for j, paragraph in enumerate(require_field(article, "paragraphs", list, article_location)):
             paragraph_location = f"{article_location}.paragraphs[{j}]"
-            context = field(paragraph, "context", str, paragraph_location)
-            for k, fields in enumerate(field(paragraph, "qas", list, paragraph_location)):
+            context = require_field(paragraph, "context", str, paragraph_location)
+            for k, fields in enumerate(require_field(paragraph, "qas", list, paragraph_location)):
                 location = f"{paragraph_location}.qas[{k}]"
-                field(fields, "id", str, location)
+                require_field(fields, "id", str, location)
                 yield SourceRecord.from_dict(location, fields | {"context": context})
 
 
-def _dataset(name_and_split: str) -> Iterator[SourceRecord]:
-    """Yields the examples of a dataset as JSON would have them.
+def _read_dataset(name_and_split: str) -> Iterator[SourceRecord]:
+    """Yields the records of a dataset with values as in JSON.
 
-    Arrays become lists, bytes texts, class numbers names, and the class -1 (no label) None.
+    Arrays become lists, bytes become texts, class numbers become names, and -1 (no label) None.
     """
     name, _, split = name_and_split.rpartition(":")
     folder = tfds_files.find(name)
     classes = tfds_files.class_labels(folder)
     for number, fields in enumerate(tfds_files.records(folder, split)):
         location = f"tfds:{name_and_split}:{number}"
-        values = [_plain(value, classes.get(key), location) for key, value in fields.items()]
+        values = [_to_json(value, classes.get(key), location) for key, value in fields.items()]
         yield SourceRecord(location, list(fields), values)
 
 
-def _plain(value: Any, classes: Any, location: str) -> Any:
+def _to_json(value: Any, classes: Any, location: str) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {key: _plain(inner, None, location) for key, inner in value.items()}
+        return {key: _to_json(inner, None, location) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner, classes, location) for inner in value]
+        return [_to_json(inner, classes, location) for inner in value]
     if isinstance(value, bytes):
         return text_records.decode_utf8(value, location)
     if classes is None:
@@ -122,14 +122,14 @@ def _plain(value: Any, classes: Any, location: str) -> Any:
     return None if value == -1 else classes.int2str(value)
 
 
-def rows(
+def read_columns(
     source: str, header: str, columns: Sequence[str], on_broken: OnBroken = text_records.refuse
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yields (location, values of `columns`) for each record of a source."""
     is_table = source.partition(":")[0] in _TABLE_FORMATS
-    for record in records(source, header, on_broken=on_broken):
+    for record in read_records(source, header, on_broken=on_broken):
         try:
-            values = select(record, columns)
+            values = select_columns(record, columns)
         except InputError as error:
             if is_table:  # every row lacks the column
                 raise
@@ -138,7 +138,7 @@ def rows(
             yield record.location, values
 
 
-def select(record: SourceRecord, columns: Sequence[str]) -> list[Any]:
+def select_columns(record: SourceRecord, columns: Sequence[str]) -> list[Any]:
     """Returns the values of `columns`; the record must have each of them exactly once."""
     remedy = (
         "set the columns of the task in task.text_column, task.label_column and others (see "
@@ -147,18 +147,18 @@ def select(record: SourceRecord, columns: Sequence[str]) -> list[Any]:
     return [record.value(column, remedy) for column in columns]
 
 
-def questions(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_questions(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the questions of `squad:FILE` or `tfds:NAME:SPLIT`, unchecked.
 
     Yields:
       (location, fields): `id`, `question`, `context`, `answers` (a list of objects) and others.
     """
-    for location, names, values in records(source, "first_line"):
+    for location, names, values in read_records(source, "first_line"):
         fields = dict(zip(names, values, strict=True))
         answers = fields.get("answers")
         if isinstance(answers, dict):  # TFDS stores answers as an object of lists
-            texts = field(answers, "text", list, location)
-            starts = field(answers, "answer_start", list, location)
+            texts = require_field(answers, "text", list, location)
+            starts = require_field(answers, "answer_start", list, location)
             if len(texts) != len(starts):
                 raise InputError(f"{location}: {len(texts)} answers and {len(starts)} answer_start")
             pairs = zip(texts, starts, strict=True)
@@ -166,7 +166,7 @@ def questions(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield location, fields
 
 
-def text_of(value: object, name: str, location: str) -> str:
+def require_text(value: object, name: str, location: str) -> str:
     """Returns `value`, which must be a text and not blank, in a form that UTF-8 can encode.
 
     JSON can contain halves of surrogate pairs; they become U+FFFD.
@@ -178,9 +178,9 @@ def text_of(value: object, name: str, location: str) -> str:
     return text_records.replace_surrogates(value)
 
 
-def field(node: Any, key: str, of: type, where: str) -> Any:
-    """Returns the value of a key of a JSON object, which must have the type `of`."""
-    if not isinstance(node, dict) or type(node.get(key)) is not of:
+def require_field(node: Any, key: str, type_: type, location: str) -> Any:
+    """Returns the value of a key of a JSON object, which must have the type `type_`."""
+    if not isinstance(node, dict) or type(node.get(key)) is not type_:
         keys = f"; it has {quote_names(node)}" if isinstance(node, dict) else ""
-        raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}{keys}")
+        raise InputError(f"{location}: must be an object with {key!r}, {_TYPE_NAMES[type_]}{keys}")
     return node[key]

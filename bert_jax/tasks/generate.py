@@ -19,7 +19,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import Batch as HostBatch
-from bert_jax.tasks.rows import TaskRows, padded, padded_length
+from bert_jax.tasks.rows import TaskRows, pad_rows, padded_length
 from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
 from bert_jax.text.tokenizer import add_special_tokens
@@ -46,8 +46,8 @@ class TargetRows(TaskRows):
             longest = max(len(self.targets[i]) for i in like) - 1
             length = padded_length(longest, self.target_limit)
             targets = [self.targets[i] for i in numbers]
-            batch["decoder_ids"] = padded([t[:-1] for t in targets], length, pad_id, np.int32)
-            batch["targets"] = padded([t[1:] for t in targets], length, pad_id, np.int32)
+            batch["decoder_ids"] = pad_rows([t[:-1] for t in targets], length, pad_id, np.int32)
+            batch["targets"] = pad_rows([t[1:] for t in targets], length, pad_id, np.int32)
             lengths = np.array([len(target) - 1 for target in targets])
             batch["target_weights"] = (np.arange(length) < lengths[:, None]).astype(np.float32)
         return batch
@@ -121,7 +121,7 @@ class Generate(TaskKind):
             ),
         }
         targets = [add_special_tokens(self.tokenizer, t[:target_room], None)[0] for t in targets]
-        return TargetRows(ids, limit, cut=cut, targets=targets, target_limit=target_limit)
+        return TargetRows(ids, limit, truncated=cut, targets=targets, target_limit=target_limit)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         """Returns the `generated` text for each example.

@@ -25,7 +25,7 @@ from bert_jax.text.tokenizer import (
 )
 
 
-class Sentences(TaskKind):
+class SentenceKind(TaskKind):
     """The kinds `classify` and `pair`: one label for a text or a pair of texts."""
 
     duplicates_must_agree = True
@@ -34,22 +34,22 @@ class Sentences(TaskKind):
         """Returns one row for each text, pair or candidate.
 
         A pair that is too long loses tokens from the end of the longer text, one at a time. If both
-        are equally long, the second is cut, as in google-research/bert; with a tokenizer.json the
-        text that was shorter at first (else the first), as in `tokenizers`.
+        are equally long, the second loses one, as in google-research/bert. With a tokenizer.json it
+        is the originally shorter text, or the first if neither was shorter, as in `tokenizers`.
         """
-        ids, first = [], []
+        ids, first_lengths = [], []
         for example in examples:
             tokens = [self.encode(text, example.location) for text in example.texts]
             pairs = [(tokens[0], other) for other in tokens[1:]] or [(tokens[0], None)]
             for a, b in pairs:
                 row, start_b = add_special_tokens(self.tokenizer, *self._truncate(a, b))
                 ids.append(row)
-                first.append(first_segment_length(self.tokenizer, row, start_b))
-        numbers = {}
+                first_lengths.append(first_segment_length(self.tokenizer, row, start_b))
+        row_arrays = {}
         if examples[0].label is not None:
-            numbers["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
+            row_arrays["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
         limit, per_example = self.task.max_sequence_length, self.rows_per_example
-        return TaskRows(ids, limit, first, numbers, rows_per_example=per_example)
+        return TaskRows(ids, limit, first_lengths, row_arrays, rows_per_example=per_example)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         answers = []
@@ -61,7 +61,7 @@ class Sentences(TaskKind):
         return answers
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
-        """Returns all scores of the kind; `f1` only for two labels, of which the second is 1."""
+        """Returns all scores of the kind; `f1` only for two labels, the second being positive."""
         names = [n for n in self.task.spec.scores if n != "f1" or len(self.labels) == 2]
         truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
@@ -73,8 +73,8 @@ class Sentences(TaskKind):
         return ScoredExample([truth], [label], error)
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
-        number = {label: i for i, label in enumerate(self.labels)}
-        return np.array([number[str(example.label)] for example in examples], np.int32)
+        indices = {label: i for i, label in enumerate(self.labels)}
+        return np.array([indices[str(example.label)] for example in examples], np.int32)
 
     def _predicted(self, outputs: Outputs) -> np.ndarray:
         return self._example_logits(outputs).argmax(axis=1)
@@ -87,27 +87,27 @@ class Sentences(TaskKind):
         room = self.task.max_sequence_length - special_count(self.tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
-        cuts_first = self.tokenizer.kind == "library" and len(a) <= len(b)  # if equally long
+        tie_cuts_first = self.tokenizer.kind == "library" and len(a) <= len(b)
         a, b = list(a), list(b)
         while len(a) + len(b) > room:
-            (a if len(a) + cuts_first > len(b) else b).pop()
+            (a if len(a) + tie_cuts_first > len(b) else b).pop()
         return a, b
 
 
-class Choices(Sentences):
-    """The kind of `choice`: scores each candidate with the first text; the highest score wins."""
+class ChoiceKind(SentenceKind):
+    """The kind of `choice`: scores each pair of the context and a candidate."""
 
-    outputs = 1
+    output_count = 1
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
         self.rows_per_example = len(labels)
 
 
-class NumberTask(Sentences):
+class NumberKind(SentenceKind):
     """The kind of `regress`: a number for each example."""
 
-    learns, answer_field, outputs = "numbers", "value", 1
+    learns, answer_field, output_count = "numbers", "value", 1
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         return [{"value": float(row[0])} for row in outputs]
@@ -123,10 +123,10 @@ class NumberTask(Sentences):
         return np.array([row[0] for row in outputs])
 
 
-class Tags(TaskKind):
+class TagKind(TaskKind):
     """The kind of `tag`: a label for each word.
 
-    A sentence that is too long for a row continues in another row, so that every word has a tag.
+    A sentence that is too long for a row continues in another row, so that every word gets a tag.
     """
 
     reads, answer_field, duplicates_must_agree = "tokens", "tags", True
@@ -136,12 +136,12 @@ class Tags(TaskKind):
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Tagged:
         return Tagged(location, tuple(texts[0].split()), None)
 
-    def inputs(self, example: Tagged) -> dict[str, Any]:
+    def example_fields(self, example: Tagged) -> dict[str, Any]:
         return {}  # the answer has the words
 
     def rows(self, examples: Sequence[Tagged]) -> TaskRows:
         """Returns one or more rows for each sentence; a word longer than a row is truncated."""
-        ids, tags, weights, notes = [], [], [], []
+        ids, tags, weights, origins = [], [], [], []
         label_numbers = {label: i for i, label in enumerate(self.labels)}
         for number, example in enumerate(examples):
             with prefix_errors(example.location):
@@ -156,13 +156,13 @@ class Tags(TaskKind):
                 ids.append(row)
                 tags.append(tag)
                 weights.append(weight)
-                notes.append((number, starts))
-        targets = {"targets": tags, "target_weights": weights}
-        return TaskRows(ids, self.task.max_sequence_length, tokens=targets, notes=notes)
+                origins.append((number, starts))
+        arrays = {"targets": tags, "target_weights": weights}
+        return TaskRows(ids, self.task.max_sequence_length, token_arrays=arrays, origins=origins)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Tagged]) -> Answers:
         answers = [{"words": list(example.words), "tags": []} for example in examples]
-        for logits, (number, starts) in zip(outputs, rows.notes, strict=True):
+        for logits, (number, starts) in zip(outputs, rows.origins, strict=True):
             answers[number]["tags"] += [self.labels[i] for i in logits[starts].argmax(axis=1)]
         return answers
 
@@ -183,7 +183,7 @@ class Tags(TaskKind):
         return ScoredExample([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
 
     def _split_words(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
-        """Returns for each row its tokens, the positions where words start, and the words."""
+        """Returns for each row its tokens, the positions where words start, and word indices."""
         room = self.task.max_sequence_length - 2
         rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):

@@ -25,7 +25,7 @@ from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adaptation import MeshEncoder, require_finite
 from bert_jax.tasks.examples import MinimalPair
-from bert_jax.tasks.rows import padded, padded_length
+from bert_jax.tasks.rows import pad_rows, padded_length
 from bert_jax.tasks.task_kind import TaskKind
 from bert_jax.text.tokenizer import add_special_tokens
 from bert_jax.training import feed
@@ -132,7 +132,7 @@ class MinimalPairs:
         tok, size, texts = self._reader.tokenizer, self._reader.size, list(self._texts)
         lengths = np.array([len(ids) for ids in texts])
         ids = [add_special_tokens(tok, list(text), None)[0] for text in texts]
-        ids = padded(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
+        ids = pad_rows(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
         order = np.argsort(-lengths, kind="stable")
         counts = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
         # The text of each row, and the position of its mask.

@@ -58,7 +58,7 @@ def predict(
 def _warn(model: TaskModel, tally: Tally) -> None:
     """Warns of broken rows and of unknown tokens."""
     if tally.broken:
-        logger.warning("broken rows left out: %s", printable(str(tally)))
+        logger.warning("broken rows left out: %s", printable(tally.describe_broken()))
     if warning := model.unknown.warning("the text"):
         logger.warning("%s", warning)
 
@@ -81,7 +81,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     """
     task = model.task
     source, suffix = file, epath.Path(out).suffix
-    if not {"csv", "tsv", "jsonl"}.isdisjoint(task.spec.sources):
+    if not {"csv", "tsv", "jsonl"}.isdisjoint(task.spec.formats):
         source = config.source_of("--input", task.kind, file)
     if source.partition(":")[0] not in ("csv", "tsv", "jsonl"):
         raise InputError(
@@ -99,7 +99,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     parts = [f"{counts.total() + len(unread.broken):,} rows of {file}"]
     parts += [f"predicted {shown}"] if shown else []
     if unread.broken:
-        parts.append(f"no prediction for rows with a blank text: {unread}")
+        parts.append(f"no prediction for rows with a blank text: {unread.describe_broken()}")
     return "; ".join(parts)
 
 
@@ -116,7 +116,7 @@ def _predict_rows(
     """
     task, column = model.task, model.kind.answer_field
     on_broken = examples_lib.broken_row_handler(task, tally)
-    records = formats.records(source, task.header, blank_lines=True, on_broken=on_broken)
+    records = formats.read_records(source, task.header, blank_lines=True, on_broken=on_broken)
     added = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     is_empty = True
     while window := list(itertools.islice(records, WINDOW)):
@@ -126,7 +126,7 @@ def _predict_rows(
             if existing := [name for name in added if name in names]:
                 raise InputError(f"{location}: has a column {existing[0]!r} already; rename it")
             _require_json(values, location)
-            cells = formats.select(record, task.text_columns)
+            cells = formats.select_columns(record, task.text_columns)
             try:
                 examples[location] = examples_lib.example_from_cells(task, location, cells)
             except InputError as error:

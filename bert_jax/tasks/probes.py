@@ -35,7 +35,7 @@ from bert_jax.tasks import similar
 from bert_jax.tasks.adaptation import MeshEncoder, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
-from bert_jax.tasks.task_kind import kind_of
+from bert_jax.tasks.task_kind import make_kind
 from bert_jax.tasks.task_objective import Reads
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
@@ -79,7 +79,7 @@ class Probe:
     def open(self, reader: MeshEncoder) -> int:
         """Builds the rows; returns the number of operations of one evaluation."""
         self._reader = reader
-        kind = self._kind = kind_of(reader.fit_task(self.task), self.labels, reader.tokenizer)
+        kind = self._kind = make_kind(reader.fit_task(self.task), self.labels, reader.tokenizer)
         self._sides = [kind.rows(self.train), kind.rows(self.validation)]
         self._batches = [reader.batches(side) for side in self._sides]
         counts = np.bincount(self._sides[0].labels(), minlength=len(self.labels))
@@ -107,11 +107,11 @@ class Probe:
         )
         require_finite(self.name, train)
         count = reader.model.num_hidden_layers + 1 if outputs == "all" else 1
-        train_layers = np.split(self._sides[0].select_labelled(train), count, axis=-1)
+        train_layers = np.split(self._sides[0].select_targets(train), count, axis=-1)
         eval_layers = zip(*(np.split(row, count, axis=-1) for row in validation), strict=True)
         classes, scores = self._sides[0].labels(), []
         for features, held_out in zip(train_layers, eval_layers, strict=True):
-            weights, bias = ridge(features, classes, self._kind.outputs)
+            weights, bias = ridge(features, classes, self._kind.output_count)
             scores.append(self._score([values @ weights + bias for values in held_out]))
         return scores
 

@@ -24,10 +24,10 @@ from bert_jax.embeddings.retrieval import Passage
 from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError
 from bert_jax.model import losses as losses_lib
-from bert_jax.tasks.examples import Candidates, Cells, Sentence, label_number
+from bert_jax.tasks.examples import Candidates, Cells, Sentence, parse_number
 from bert_jax.tasks.finetuned_model import TaskModel
-from bert_jax.tasks.formats import text_of
-from bert_jax.tasks.labels import Sentences
+from bert_jax.tasks.formats import require_text
+from bert_jax.tasks.labels import SentenceKind
 from bert_jax.tasks.rows import TaskRows
 from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective
@@ -87,8 +87,8 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
     for column, value in lists:
         if not isinstance(value, list) or not value:
             raise InputError(f"{location}: column {column!r} must be a list, not empty")
-    query = text_of(texts[0], f"column {task.text_column!r}", location)
-    candidates = [text_of(text, f"text {i}", location) for i, text in enumerate(texts[1], 1)]
+    query = require_text(texts[0], f"column {task.text_column!r}", location)
+    candidates = [require_text(text, f"text {i}", location) for i, text in enumerate(texts[1], 1)]
     if not labels:
         return Candidates(location, query, tuple(candidates), None)
     scores = scores_from_cell(location, labels[0], len(candidates))
@@ -107,7 +107,7 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
 
 def scores_from_cell(location: str, cell: list[Any], count: int) -> tuple[float, ...]:
     """Returns the scores of the `count` texts of an example."""
-    scores = tuple(label_number(x, f"score {i}", location) for i, x in enumerate(cell, 1))
+    scores = tuple(parse_number(x, f"score {i}", location) for i, x in enumerate(cell, 1))
     if len(scores) != count:
         raise InputError(f"{location}: {count} texts, but {len(scores)} scores")
     return scores
@@ -120,7 +120,7 @@ class Rank(TaskKind):
     empty texts. Padding is in no loss and in no answer.
     """
 
-    learns, answer_field, outputs = "numbers", "ranking", 1
+    learns, answer_field, output_count = "numbers", "ranking", 1
     objective_class = RankObjective
     parse_cells = staticmethod(candidates_from_cells)
 
@@ -148,7 +148,7 @@ class Rank(TaskKind):
         return {"ranking_loss": experiment.task.ranking_loss}
 
     def rows(self, examples: Sequence[Candidates]) -> TaskRows:
-        """Returns K rows for each example. A pair that is too long is cut as in `Sentences.rows`.
+        """Returns K rows for each example; too long pairs are truncated as in `SentenceKind.rows`.
 
         K grows with the longest list that any call has had. `targets` are float32 [rows, K]: for
         each row the labels of all texts of its example, nan for padding. In `binary_cross_entropy`
@@ -160,8 +160,8 @@ class Rank(TaskKind):
             Sentence(x.location, (*x.texts, *[""] * (k - len(x.candidates))), None)
             for x in examples
         ]
-        # `Sentences` pairs the first text of an example with each of the others.
-        rows = Sentences(self.task, (), self.tokenizer).rows(filled)
+        # `SentenceKind` pairs the first text of an example with each of the others.
+        rows = SentenceKind(self.task, (), self.tokenizer).rows(filled)
         rows.rows_per_example = k
         if examples[0].scores is not None:
             targets = np.full((len(examples), k), np.nan, np.float32)
@@ -169,13 +169,13 @@ class Rank(TaskKind):
                 target[: len(example.candidates)] = example.scores
             if self.task.ranking_loss == "binary_cross_entropy":
                 targets = np.minimum(targets, 1)
-            rows.numbers["targets"] = np.repeat(targets, k, axis=0)
+            rows.row_arrays["targets"] = np.repeat(targets, k, axis=0)
         return rows
 
-    def count_rows(self, example: Candidates, most: int) -> int:
+    def count_rows(self, example: Candidates, limit: int) -> int:
         return len(example.candidates)
 
-    def inputs(self, example: Candidates) -> dict[str, Any]:
+    def example_fields(self, example: Candidates) -> dict[str, Any]:
         return {"query": example.query}
 
     def example_scores(

@@ -2,7 +2,7 @@
 
 A batch is a function of (seed, step): an epoch is a permutation of the examples, and the next epoch
 starts where it ends, even inside a batch. Rows are padded to the longest of their batch, so that
-short texts cost little. Every process computes the padded length from the lengths alone.
+short texts cost little. Every process knows all lengths, so the padded length needs no exchange.
 """
 
 import dataclasses
@@ -16,65 +16,67 @@ from bert_jax.data import draws
 Batch = dict[str, np.ndarray]
 # The arrays of a batch that an encoder reads.
 INPUT_NAMES = ("input_ids", "segment_ids", "input_mask")
-# Batches are padded to a multiple of this (at most to the limit), so that few programs compile.
+# Batches are padded to a multiple of this (at most to the limit), so that few lengths are compiled.
 LENGTH_STEP = 32
 
 
 @dataclasses.dataclass
 class TaskRows:
-    """Rows of token ids, and their targets."""
+    """Rows of token ids, and the arrays that the loss needs, such as targets."""
 
     ids: list[np.ndarray]  # int32 [n] for each row, with [CLS] and [SEP]
-    limit: int  # maximum length, also with padding: the model may have no more positions
-    first: Any = None  # int32 [rows], number of tokens of segment 0; None: all tokens
-    # Targets with one number per row: {name: [rows]}.
-    numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    # Targets with one number per token: {name: [n] for each row}; padded with 0.
-    tokens: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
-    notes: Sequence[Any] = ()  # data about each row, for `TaskKind.answers`
-    # Consecutive rows that form one example, such as the candidates of a choice.
+    limit: int  # maximum length with padding, at most the number of positions of the model
+    first_lengths: Any = None  # int32 [rows], number of tokens of segment 0; None: all tokens
+    # Arrays with a value for each row: {name: [rows, ...]}.
+    row_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    # Arrays with a value for each token: {name: [n] for each row}; padded with 0.
+    token_arrays: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    # For each row a tuple: the index of its example, then other data for `TaskKind.answers`; ()
+    # if each example has `rows_per_example` consecutive rows, such as the candidates of a choice.
+    origins: Sequence[Any] = ()
     rows_per_example: int = 1
-    # Numbers of truncated texts, by a description of the texts.
-    cut: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Number of truncated texts by what they are, such as "questions at task.max_query_length=64".
+    truncated: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
-        self.first = self.lengths if self.first is None else np.array(self.first, np.int32)
+        lengths = self.lengths if self.first_lengths is None else self.first_lengths
+        self.first_lengths = np.array(lengths, np.int32)
 
     def batch(self, numbers: np.ndarray, length: int, pad_id: int) -> Batch:
         """Returns the rows with these numbers, [B], padded to S = `length`.
 
         Returns:
-          `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the targets, [B] or [B, S].
+          `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the row and token arrays by name.
         """
-        batch = {"input_ids": padded([self.ids[i] for i in numbers], length, pad_id, np.int32)}
-        column, lengths = np.arange(length), self.lengths[numbers, None]
-        batch["input_mask"] = (column < lengths).astype(np.int32)
-        is_second = (column >= self.first[numbers, None]) & (column < lengths)
+        batch = {"input_ids": pad_rows([self.ids[i] for i in numbers], length, pad_id, np.int32)}
+        positions, lengths = np.arange(length), self.lengths[numbers, None]
+        batch["input_mask"] = (positions < lengths).astype(np.int32)
+        is_second = (positions >= self.first_lengths[numbers, None]) & (positions < lengths)
         batch["segment_ids"] = is_second.astype(np.int32)
-        for name, values in self.numbers.items():
+        for name, values in self.row_arrays.items():
             batch[name] = values[numbers]
-        for name, arrays in self.tokens.items():
-            batch[name] = padded([arrays[i] for i in numbers], length, 0, arrays[0].dtype)
+        for name, arrays in self.token_arrays.items():
+            batch[name] = pad_rows([arrays[i] for i in numbers], length, 0, arrays[0].dtype)
         return batch
 
-    def select_labelled(self, values: list[np.ndarray]) -> np.ndarray:
-        """Returns the values of all targets, [N, ...].
+    def select_targets(self, values: list[np.ndarray]) -> np.ndarray:
+        """Selects from `values` those of rows or tokens that have a target, [N, ...].
 
-        `values` has for each row its value, or the values of its tokens, [n, ...].
+        `values`, such as outputs, has one array for each row: [...], or [n, ...] for its tokens.
         """
-        if "targets" in self.numbers:
+        if "targets" in self.row_arrays:
             return np.stack(values)
-        weights = self.tokens["target_weights"]
+        weights = self.token_arrays["target_weights"]
         return np.concatenate([row[w > 0] for row, w in zip(values, weights, strict=True)])
 
     def labels(self) -> np.ndarray:
         """Returns the label numbers of all targets (rows, or words in rows), int32 [N]."""
-        targets = self.numbers.get("targets")
-        return self.select_labelled(self.tokens["targets"]) if targets is None else targets
+        targets = self.row_arrays.get("targets")
+        return self.select_targets(self.token_arrays["targets"]) if targets is None else targets
 
     def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
-        """Returns some rows as `batch` does, padded to the length of a batch of the rows `like`."""
+        """Returns `batch` of the rows `numbers`, padded as a batch of the rows `like` would be."""
         return self.batch(numbers, self.padded_length(like), pad_id)
 
     def padded_length(self, numbers: np.ndarray) -> int:
@@ -87,7 +89,7 @@ def padded_length(tokens: int, limit: int, multiple: int = LENGTH_STEP) -> int:
     return min(-(-tokens // multiple) * multiple, limit)
 
 
-def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
+def pad_rows(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
     """Returns rows of any lengths as one array, [rows, length], padded with `value`."""
     array = np.full((len(rows), length), value, dtype)
     for row, values in zip(array, rows, strict=True):
@@ -96,10 +98,10 @@ def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.nd
 
 
 class TaskBatches:
-    """Batches of shuffled examples, with `examples` of them per step. Can be pickled."""
+    """Batches of `batch_size` shuffled examples each. Can be pickled."""
 
-    def __init__(self, rows: TaskRows, pad_id: int, examples: int, seed: int):
-        self._rows, self._pad_id, self._examples = rows, pad_id, examples
+    def __init__(self, rows: TaskRows, pad_id: int, batch_size: int, seed: int):
+        self._rows, self._pad_id, self._batch_size = rows, pad_id, batch_size
         total = len(rows.ids) // rows.rows_per_example
         self._shuffled = draws.ShuffledEpochs(draws.key_of(seed, "finetune"), total)
 
@@ -129,7 +131,7 @@ class TaskBatches:
     def step_rows(self, step: int) -> np.ndarray:
         """Returns the numbers of all rows of a step."""
         per_example = self._rows.rows_per_example
-        examples = self._shuffled[step * self._examples + np.arange(self._examples)]
+        examples = self._shuffled[step * self._batch_size + np.arange(self._batch_size)]
         return (examples[:, None] * per_example + np.arange(per_example)).reshape(-1)
 
 
@@ -140,7 +142,7 @@ def eval_batches(rows: TaskRows, pad_id: int, size: int) -> list[tuple[np.ndarra
 
     Returns:
       For each batch, the numbers of its rows and the arrays of `TaskBatches.batch`. The last batch
-      is filled up with rows whose `row_weights` are 0, which have no number.
+      repeats some rows with `row_weights` 0 to fill up; these repetitions are not in the numbers.
     """
     per_example = rows.rows_per_example
     longest = rows.lengths.reshape(-1, per_example).max(axis=1)
@@ -157,13 +159,13 @@ def eval_batches(rows: TaskRows, pad_id: int, size: int) -> list[tuple[np.ndarra
     return batches
 
 
-def balanced_weights(rows: TaskRows, labels: int) -> tuple[float, ...]:
+def balanced_weights(rows: TaskRows, label_count: int) -> tuple[float, ...]:
     """Returns for each label a weight such that the targets of each label have the same total.
 
     That is targets / (labels that occur * targets with this label), on average 1. A label that does
     not occur has the weight 1.
     """
     targets = rows.labels()
-    counts = np.bincount(targets, minlength=labels)
+    counts = np.bincount(targets, minlength=label_count)
     shares = len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))
     return tuple(np.where(counts > 0, shares, 1.0).tolist())

@@ -144,7 +144,7 @@ class SimilarObjective(TaskObjective):
 class Similar(TaskKind):
     """The kind of `similar`: a row and a vector for each text.
 
-    `outputs` is the width of the teacher's vectors, 0 without a teacher.
+    `output_count` is the width of the teacher's vectors, 0 without a teacher.
     """
 
     reads, answer_field, shares_rows = "vectors", "cosine", True
@@ -165,7 +165,7 @@ class Similar(TaskKind):
     ) -> "Similar":
         vectors = base_lib.read_vectors(notes) or base.vectors
         kind = cls(inherit_prompts(task, vectors), labels, base.tokenizer)
-        kind.outputs = notes["teacher_width"]
+        kind.output_count = notes["teacher_width"]
         return kind
 
     @classmethod
@@ -190,14 +190,14 @@ class Similar(TaskKind):
         rows, teacher_sha256 = kind.rows(examples), ""
         kind.rows_per_example = rows.rows_per_example
         if how.loss == "cosine":
-            rows.numbers["scores"] = np.repeat(_scaled(examples, how), rows.rows_per_example)
+            rows.row_arrays["scores"] = np.repeat(_scaled(examples, how), rows.rows_per_example)
         if how.loss == "distil" and teacher == "run":
             targets = _teacher_vectors(how, examples)
-            rows.numbers["wanted"], kind.outputs = targets, targets.shape[1]
+            rows.row_arrays["wanted"], kind.output_count = targets, targets.shape[1]
             teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
-            if how.projection == "none" and kind.outputs != base.model.hidden_size:
+            if how.projection == "none" and (width := targets.shape[1]) != base.model.hidden_size:
                 raise InputError(
-                    f"vectors.teacher={how.teacher}: its vectors have {kind.outputs} numbers, but "
+                    f"vectors.teacher={how.teacher}: its vectors have {width} numbers, but "
                     f"the encoder's have {base.model.hidden_size}; set vectors.projection=linear"
                 )
         batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
@@ -232,9 +232,9 @@ class Similar(TaskKind):
                 row = self.encode(prefix + text, example.location) if prefix else tokens
                 ids.append(add_special_tokens(self.tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
-        numbers = {"keys": np.array(keys, np.uint32)}
+        row_arrays = {"keys": np.array(keys, np.uint32)}
         per_example = len(examples_lib.texts_of(examples[0]))
-        return TaskRows(ids, self._limit, numbers=numbers, rows_per_example=per_example)
+        return TaskRows(ids, self._limit, row_arrays=row_arrays, rows_per_example=per_example)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Answers:
         if rows.rows_per_example == 1:

@@ -48,7 +48,7 @@ class SpanTask(TaskKind):
     best threshold.
     """
 
-    reads, learns, outputs = "tokens", "places", 2
+    reads, learns, output_count = "tokens", "places", 2
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class SpanTask(TaskKind):
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Question:
         return Question(location, str(number), texts[0], texts[1], (), True)
 
-    def inputs(self, example: Question) -> dict[str, Any]:
+    def example_fields(self, example: Question) -> dict[str, Any]:
         return {"id": example.id, "question": example.question}
 
     def mistake_texts(self, example: Question) -> Sequence[str]:
         return (example.question,)
 
-    def fitted(self, values: Mapping[str, Any]) -> "SpanTask":
+    def with_threshold(self, values: Mapping[str, Any]) -> "SpanTask":
         if self.task.no_answer == "never":
             return self
         threshold = values["no_answer_threshold"]
@@ -95,7 +95,7 @@ class SpanTask(TaskKind):
 
     def rows(self, examples: Sequence[Question]) -> TaskRows:
         """Returns windows. The target of a window without the whole answer is [CLS]."""
-        ids, first, notes, targets = [], [], [], []
+        ids, first_lengths, windows, targets = [], [], [], []
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
         cut = 0
         for number, example in enumerate(examples):
@@ -114,26 +114,26 @@ class SpanTask(TaskKind):
                 end = min(start + room, len(tokens))
                 row, offset = add_special_tokens(self.tokenizer, question, tokens[start:end])
                 ids.append(row)
-                first.append(first_segment_length(self.tokenizer, row, offset))
+                first_lengths.append(first_segment_length(self.tokenizer, row, offset))
                 counts = best_windows[start:end] == window
-                notes.append(Window(number, offset, spans[start:end], counts))
+                windows.append(Window(number, offset, spans[start:end], counts))
                 if answer is not None and start <= answer[0] and answer[1] < end:
                     targets.append([offset + p - start for p in answer])
                 else:
                     targets.append([0, 0])
         spans = np.array(targets, np.int32)
-        numbers = {"starts": spans[:, 0], "ends": spans[:, 1]}
+        row_arrays = {"starts": spans[:, 0], "ends": spans[:, 1]}
         limit = self.task.max_sequence_length
-        cut = {f"questions at task.max_query_length={self.task.max_query_length}": cut}
-        return TaskRows(ids, limit, first, numbers, notes=notes, cut=cut)
+        truncated = {f"questions at task.max_query_length={self.task.max_query_length}": cut}
+        return TaskRows(ids, limit, first_lengths, row_arrays, origins=windows, truncated=truncated)
 
-    def count_rows(self, example: Question, most: int) -> int:
+    def count_rows(self, example: Question, limit: int) -> int:
         question = len(self.encode(example.question, example.location)[: self._longest_question])
         room, tokens = self._room(question), 0
         with prefix_errors(example.location):
             for _, _, ids in self.tokenizer.words(example.context):
                 tokens += len(ids)
-                if tokens > room + (most - 1) * min(self.task.document_stride, room):
+                if tokens > room + (limit - 1) * min(self.task.document_stride, room):
                     break
         return len(self._window_starts(tokens, question))
 
@@ -200,7 +200,7 @@ class SpanTask(TaskKind):
         """
         candidates: list[list[tuple[float, str]]] = [[] for _ in examples]
         no_answer_scores = [np.inf] * len(examples)
-        for logits, window in zip(outputs, rows.notes, strict=True):
+        for logits, window in zip(outputs, rows.origins, strict=True):
             number = window.question
             no_answer_scores[number] = min(no_answer_scores[number], float(logits[0].sum()))
             context = examples[number].context

@@ -26,17 +26,19 @@ from bert_jax.text.tokenizer import Tokenizer
 
 Answer = dict[str, Any]
 Answers = list[Answer]
+# The results of the head for each row: float32 [outputs] for the pooled text, or float32
+# [n, outputs] for its n tokens, or the token ids that a decoder writes.
 Outputs = list[np.ndarray]
 Scores = dict[str, float]
 
 # Maximum number of recorded mistakes and confusions, and of characters of a text.
-_MAX_LISTED, _CHARACTERS = 20, 400
+_MAX_LISTED, _MAX_CHARACTERS = 20, 400
 
 
 class ScoredExample(NamedTuple):
     """A prediction compared with the truth."""
 
-    truth: Sequence[str]  # names of labels (one, or one per word), or one number or text
+    truth: Sequence[str]  # one label, number or text; for tags, the label of each wrong word
     predicted: Sequence[str]  # as long as `truth`
     error: float  # 0 if right; larger is worse: 1 - F1, a distance, or a number of wrong words
 
@@ -51,17 +53,13 @@ class SourceExamples(NamedTuple):
 
 
 class TaskKind:
-    """A kind of task, for one tokenizer and one set of labels.
-
-    Outputs are the results of the head for each row: float32 [outputs] for the pooled text, or
-    float32 [n, outputs] for its n tokens, or the token ids that a decoder writes.
-    """
+    """A kind of task, for one tokenizer and one set of labels."""
 
     reads: Reads = "pooled"  # input of the head
-    outputs = 0  # number of the head's outputs; 0: one for each label
+    output_count = 0  # number of the head's outputs; 0: one for each label
     learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
     rows_per_example = 1  # consecutive rows with one answer, such as the rows of all choices
-    # The field of an answer that `predict --input` adds; "": the label, and its probability.
+    # The field of an answer that `predict --input` adds to a row; "": `label` and its probability.
     answer_field = ""
     duplicates_must_agree = False  # whether equal texts must have equal labels
     objective_class: type[TaskObjective] = TaskObjective
@@ -72,16 +70,16 @@ class TaskKind:
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self.task, self.labels, self.tokenizer = task, labels, tokenizer
-        self.outputs = self.outputs or len(labels)
+        self.output_count = self.output_count or len(labels)
 
     @staticmethod
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Example:
-        """Returns an unlabelled example of given texts; `number` is the index of the example."""
+        """Returns an unlabelled example of given texts; `number` becomes the id of a question."""
         return Sentence(location, tuple(texts), None)
 
     @staticmethod
     def parse_passages(passages: Sequence[Passage]) -> Iterable[Example]:
-        """Returns the examples of a BEIR folder."""
+        """Returns the examples that the passages of a BEIR folder make."""
         return passages
 
     @classmethod
@@ -108,8 +106,8 @@ class TaskKind:
         kind = cls(task, labels, base.tokenizer)
         rows = kind.rows(examples)
         batches = TaskBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
-        keys = frozenset(map(examples_lib.text_key, examples))
-        return TrainingSet(kind, len(examples), batches, rows, examples, labels, keys)
+        text_keys = frozenset(map(examples_lib.text_key, examples))
+        return TrainingSet(kind, len(examples), batches, rows, examples, labels, text_keys)
 
     def make_objective(
         self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
@@ -119,13 +117,14 @@ class TaskKind:
         if base.head is not None and self.task.kind in base.head.kinds:
             adapt = dataclasses.replace(adapt, pooling=adapt.pooling or base.head.pooling)
         return self.objective_class(
-            *(base.model, self.learns, self.reads, self.outputs, self.rows_per_example, adapt),
-            *(base.fresh, tuple(class_weights)),
+            *(base.model, self.learns, self.reads, self.output_count, self.rows_per_example, adapt),
+            fresh_parts=base.fresh,
+            class_weights=tuple(class_weights),
             **self.objective_fields(experiment, base),
         )
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
-        """Returns the fields of the objective that not all kinds have."""
+        """Returns the arguments of `objective_class` that only some kinds have."""
         return {}
 
     # --- rows and answers -----------------------------------------------------------------------
@@ -139,16 +138,16 @@ class TaskKind:
         """Returns the rows of examples, with targets if the examples have labels."""
         raise NotImplementedError
 
-    def count_rows(self, example: Any, most: int) -> int:
-        """Returns the number of rows of an example; stops counting above `most`."""
+    def count_rows(self, example: Any, limit: int) -> int:
+        """Returns the number of rows of an example; stops counting above `limit`."""
         return 1
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Answers:
         """Returns the prediction for each example, as JSON."""
         raise NotImplementedError
 
-    def inputs(self, example: Any) -> dict[str, Any]:
-        """Returns the fields of an example that `predict` puts before its answer."""
+    def example_fields(self, example: Any) -> dict[str, Any]:
+        """Returns the fields of an example that `predict` shows before its answer."""
         texts = example.texts
         return {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
 
@@ -160,11 +159,11 @@ class TaskKind:
         return cls(task, labels, base.tokenizer)
 
     def make_validation_kind(self, task: Task) -> Self:
-        """Returns the kind of the validation examples of a training set of this kind."""
+        """Returns a kind for validation examples; this kind is that of the training examples."""
         return type(self)(task, self.labels, self.tokenizer)
 
-    def fitted(self, values: Mapping[str, Any]) -> Self:
-        """Returns a copy that uses what an evaluation has fitted: for `span`, a threshold.
+    def with_threshold(self, values: Mapping[str, Any]) -> Self:
+        """Returns a copy for `span` that uses the threshold for no answer of an evaluation.
 
         `values` are the scores of the evaluation, or the notes of a checkpoint.
         """
@@ -184,7 +183,7 @@ class TaskKind:
           counts: the number of examples of each source.
         """
         names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
-        if len({*names, ""}) <= len(names):  # some are equal or empty: use the whole sources
+        if len(set(names)) < len(names) or "" in names:
             names = list(map(source_name, counts))
         parts, start, first = list[SourceExamples](), 0, 0
         for name, count in zip(names, counts.values(), strict=True):
@@ -207,14 +206,14 @@ class TaskKind:
         These include the main score of each part, named SCORE/NAME.
         """
         main, by_name = self.task.main_score, self.scores(outputs, rows, examples)
-        fitted = self.fitted(by_name)
+        fitted = self.with_threshold(by_name)
         for part in parts:
             selected = outputs[part.first : part.first + len(part.rows.ids)]
             part_scores = fitted.scores(selected, part.rows, part.examples)
             by_name[f"{main}/{part.name}"] = part_scores[main]
         score = by_name[main]
-        if self.task.spec.makes_vectors:  # the loss is not computed: a stand-in
-            loss = 1 - score
+        if self.task.spec.makes_vectors:
+            loss = 1 - score  # stands in for the loss, which was not computed
         return {"loss": loss, "score": score, "examples": len(examples), **by_name}
 
     def score_example(self, answer: Answer, example: Any) -> ScoredExample:
@@ -234,19 +233,18 @@ class TaskKind:
         wrong = [i for i in order if scored[i].error]
         worst = []
         for i in wrong[:_MAX_LISTED]:
-            truth, predicted = (" ".join(names)[:_CHARACTERS] for names in scored[i][:2])
+            truth, predicted = (" ".join(names)[:_MAX_CHARACTERS] for names in scored[i][:2])
             mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
             if "probabilities" in answers[i]:
                 mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
             texts = self.mistake_texts(examples[i])
-            worst.append(mistake | {"texts": [text[:_CHARACTERS] for text in texts]})
+            worst.append(mistake | {"texts": [text[:_MAX_CHARACTERS] for text in texts]})
         line: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
         if self.labels:
             pairs = (zip(*scored[i][:2], strict=True) for i in wrong)
             confusions = collections.Counter(pair for example in pairs for pair in example)
-            line["confusions"] = [
-                [*pair, count] for pair, count in confusions.most_common(_MAX_LISTED)
-            ]
+            listed = confusions.most_common(_MAX_LISTED)
+            line["confusions"] = [[*pair, count] for pair, count in listed]
         return line
 
     def mistake_texts(self, example: Any) -> Sequence[str]:
@@ -272,8 +270,8 @@ class TaskKind:
         return f"always {best!r}", by_label[best]
 
 
-def kind_of(task: Task, labels: tuple[str, ...], tokenizer: Tokenizer) -> TaskKind:
-    """Creates the kind of a task."""
+def make_kind(task: Task, labels: tuple[str, ...], tokenizer: Tokenizer) -> TaskKind:
+    """Creates the `TaskKind` of a task."""
     return task.spec.implementing_class(task, labels, tokenizer)
 
 
@@ -285,13 +283,13 @@ class TrainingSet:
     """The training examples of a run, as rows and batches."""
 
     kind: TaskKind
-    count: int  # examples per epoch
+    count: int  # number of examples, each once per epoch
     batches: TaskBatches | CorpusPairs
     rows: TaskRows | None  # None for a corpus, whose rows are computed for each batch
     examples: Sequence[Any]  # () if there is nothing to show about them
     # Hashed with the examples: the labels, or hashes of other data.
     identity: tuple[str, ...]
-    keys: frozenset[int] = frozenset()  # `text_key` of examples that validation should not have
+    text_keys: frozenset[int] = frozenset()  # of examples that validation should not have
 
     @property
     def draws_per_epoch(self) -> int:
@@ -321,22 +319,22 @@ class TaskData:
 
 def read_data(experiment: Finetuning, base: Base, tallies: Mapping[str, Tally]) -> TaskData:
     """Reads the examples of a fine-tuning; `tallies` counts those of `train` and `validation`."""
-    implementation: type[TaskKind] = experiment.task.spec.implementing_class
-    training = implementation.read_training(experiment, base, tallies["train"])
+    kind_class: type[TaskKind] = experiment.task.spec.implementing_class
+    training = kind_class.read_training(experiment, base, tallies["train"])
     labels = training.kind.labels
     task = training.kind.task.with_fields(negative_column="")  # only training has negatives
     validation = examples_lib.read(task, task.validation, "labelled", tallies["validation"])
     examples_lib.require_known_labels(labels, validation)
-    kind, weights = training.kind.make_validation_kind(task), ()
+    kind, class_weights = training.kind.make_validation_kind(task), ()
     if experiment.class_weights == "balanced" and training.rows is not None:
-        weights = balanced_weights(training.rows, len(labels))
-    parts = {"train": training.examples, "validation": validation}
+        class_weights = balanced_weights(training.rows, len(labels))
+    splits = {"train": training.examples, "validation": validation}
     return TaskData(
         training,
         kind,
         validation,
         kind.rows(validation),
-        training.kind.make_objective(experiment, base, weights),
+        training.kind.make_objective(experiment, base, class_weights),
         examples_lib.sha256([*training.examples, *validation], training.identity),
-        scores_lib.data_warnings(task, labels, parts, training.keys),
+        scores_lib.data_warnings(task, labels, splits, training.text_keys),
     )

@@ -97,6 +97,6 @@ def test_labels_tags_and_answers_stand_with_their_rows_and_pieces(task, tmp_path
     answers = {q.id: q.answers[0].text if q.answers else None for q in questions}
     for place, text in zip(lines[::2], lines[1::2], strict=True):
         there = [word.strip("{}") for word in text.split() if word.startswith("{")]
-        id_ = place.removesuffix(": not answered here").rpartition(" ")[2]
+        id_ = place.removesuffix(": no answer in this row").rpartition(" ")[2]
         assert there in ([], [f"{answers[id_]}|answer"])
-        assert place.endswith("not answered here") == (not there)
+        assert place.endswith("no answer in this row") == (not there)

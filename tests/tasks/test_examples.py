@@ -235,7 +235,7 @@ def test_labels_are_those_named_or_those_found():
 @pytest.mark.parametrize(
     ("task", "train", "words"),
     [
-        (task(), sentences("a", "a"), "'label' has but one label, 'a'"),
+        (task(), sentences("a", "a"), "'label' has only one label, 'a'"),
         (task(labels=("a", "b")), sentences("a", "c"), "f:3: label 'c'"),
         (task("choice"), sentences("2"), "f:2: label '2'"),
         (task(score="f1"), sentences("a", "c", "b"), "task.score=f1"),

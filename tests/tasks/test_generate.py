@@ -58,7 +58,7 @@ def test_a_target_begins_with_cls_and_ends_with_sep_and_what_is_too_long_is_coun
     assert rows.targets[0].tolist() == kinds.ids("[CLS] wc [SEP]")
     assert rows.ids[1].tolist() == kinds.ids("[CLS] wa wb wc wd we wf [SEP]")
     assert rows.targets[2].tolist() == kinds.ids("[CLS] wa wb wc wd we wf wg [SEP]")
-    assert list(rows.cut.values()) == [1, 1]
+    assert list(rows.truncated.values()) == [1, 1]
 
 
 def test_each_piece_is_given_those_before_it():

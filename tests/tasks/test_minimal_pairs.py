@@ -20,7 +20,7 @@ from bert_jax.tasks import minimal_pairs, probes
 from bert_jax.tasks.adaptation import MeshEncoder
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.minimal_pairs import MinimalPairs
-from bert_jax.tasks.rows import padded
+from bert_jax.tasks.rows import pad_rows
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.tools.conformance import golden
 from bert_jax.training import mesh as mesh_lib
@@ -106,7 +106,7 @@ def test_a_model_that_reads_from_left_to_right_gives_likelihoods(tmp_path, kind)
     texts, found, model, params = drawn_of(tmp_path, 4, counts, direction="left_to_right", **kind)
     begun = [([TOKENIZER.cls_id, *ids[:i]], ids[i]) for ids in texts for i in range(len(ids))]
     lengths = np.array([len(before) for before, _ in begun])
-    rows = padded([np.array(x) for x, _ in begun], 12, TOKENIZER.pad_id, np.int32)
+    rows = pad_rows([np.array(x) for x, _ in begun], 12, TOKENIZER.pad_id, np.int32)
     batch = {
         "input_ids": rows,
         "segment_ids": np.zeros_like(rows),

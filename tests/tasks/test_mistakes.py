@@ -19,12 +19,12 @@ GIVEN = ["wa", "wb", "wc", "", "", "wa"]
 
 
 def line_of(kind, answers, examples, **settings):
-    of = task_kind.kind_of(kinds.task(kind, **settings), kinds.LABELS[kind], kinds.TOKENIZER)
+    of = task_kind.make_kind(kinds.task(kind, **settings), kinds.LABELS[kind], kinds.TOKENIZER)
     return of.mistakes(answers, examples)
 
 
 def guess_of(task, labels, examples):
-    return task_kind.kind_of(task, labels, kinds.TOKENIZER).baseline(examples)
+    return task_kind.make_kind(task, labels, kinds.TOKENIZER).baseline(examples)
 
 
 def test_the_worst_mistakes_of_labels_are_the_surest_and_confusions_scikit_learn_s():

@@ -243,9 +243,9 @@ def test_balanced_weights_are_those_of_scikit_learn_in_the_loss_alone(kind):
     of = kind_of(kind).rows(labelled)
     weights = rows.balanced_weights(of, 3)
     if kind == "classify":
-        there = of.numbers["targets"]
+        there = of.row_arrays["targets"]
     else:
-        there = [x for t, w in zip(*of.tokens.values(), strict=True) for x in t[w > 0]]
+        there = [x for t, w in zip(*of.token_arrays.values(), strict=True) for x in t[w > 0]]
     classes = np.unique(there)
     expected = compute_class_weight("balanced", classes=classes, y=there)
     np.testing.assert_allclose([weights[i] for i in classes], expected)

@@ -213,7 +213,7 @@ def test_what_cannot_be_a_probe_is_named(folder):
         (("values",), "task.kind=regress is not supported"),
         (("letters", "letters"), "two tasks have the name 'letters'"),
         (("nowhere",), "run.probes takes files of tasks: "),
-        (("alike",), "alike.py: task.train: 'same' has but one label"),
+        (("alike",), "alike.py: task.train: 'same' has only one label"),
         (("small",), "small.py: is a pre-training, not a fine-tuning; "),
     ):
         with pytest.raises(InputError) as caught:

@@ -80,8 +80,8 @@ def test_rows_hold_the_query_with_each_text():
     assert rows.rows_per_example == 3
     expected = ["[CLS] wa [SEP] wb wa [SEP]", "[CLS] wa [SEP] wb wb [SEP]", "[CLS] wa [SEP] [SEP]"]
     assert [row.tolist() for row in rows.ids[:3]] == [kinds.ids(text) for text in expected]
-    assert rows.first[:3].tolist() == [3, 3, 3]
-    np.testing.assert_array_equal(rows.numbers["targets"][1], [1, 0, np.nan])
+    assert rows.first_lengths[:3].tolist() == [3, 3, 3]
+    np.testing.assert_array_equal(rows.row_arrays["targets"][1], [1, 0, np.nan])
     # A query that fills a row leaves the text as many tokens as it keeps itself.
     (long,) = kind.rows([candidates(1, query="wa " * 60, text="wb " * 60)]).ids[:1]
     assert len(long) == 40 and (long == kinds.ids("wb")[0]).sum() == 18
@@ -240,7 +240,7 @@ def test_a_beir_folder_gives_what_bm25_finds(tmp_path, monkeypatch):
     (tmp_path / "qrels/test.tsv").write_text("query\ttext\tscore\nq0\tt0\t3\nq0\tt1\t1\n")
     (example,) = examples_lib.read(read, (source,), "labelled")
     assert (example.scores, example.missed) == ((1.0,), (3.0,))
-    assert kind.rows([example]).numbers["targets"].tolist() == [[1.0]]
+    assert kind.rows([example]).row_arrays["targets"].tolist() == [[1.0]]
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples
-from bert_jax.tasks.examples import Answer
+from bert_jax.tasks.examples import AnswerSpan
 from bert_jax.text import tfds_files
 
 CONTEXT = "Größe: 12 m."
@@ -102,7 +102,7 @@ def test_words_and_tags_are_sequences():
 def test_answers_are_nested_features():
     first, second = read("span", "tfds:squad:train", no_answer="possible", max_sequence_length=384)
     assert first.location == "tfds:squad:train: question q1"
-    assert (first.context, first.answers) == (CONTEXT, (Answer("12 m", 7), Answer("12", 7)))
+    assert (first.context, first.answers) == (CONTEXT, (AnswerSpan("12 m", 7), AnswerSpan("12", 7)))
     assert (second.question, second.answers, second.has_answer) == ("How wide?", (), False)
 
 

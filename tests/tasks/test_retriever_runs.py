@@ -45,9 +45,9 @@ def test_rows_hold_a_query_and_each_text():
     expected = ["[CLS] wq wa [SEP] [MASK]", "[CLS] wr wb . [SEP]", "[CLS] wr wa [SEP]"]
     expected += ["[CLS] wq wb wc [SEP]", "[CLS] wr wd [SEP]", "[CLS] wr [SEP]"]
     assert [row.tolist() for row in rows.ids] == [kinds.ids(text) for text in expected]
-    keys = rows.numbers["keys"]
+    keys = rows.row_arrays["keys"]
     assert keys[0] == keys[2] and keys[5] == 0 and len(set(keys.tolist())) == 5
-    weights = [row.tolist() for row in rows.tokens["token_weights"]]
+    weights = [row.tolist() for row in rows.token_arrays["token_weights"]]
     assert weights[:2] == [[1] * 5, [1, 1, 1, 0, 1]]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
-from bert_jax.tasks.labels import Choices, NumberTask, Sentences
+from bert_jax.tasks.labels import ChoiceKind, NumberKind, SentenceKind
 from bert_jax.tasks.rows import TaskBatches, TaskRows, eval_batches
 from bert_jax.text.library import LibraryTokenizer
 
@@ -140,13 +140,13 @@ def test_evaluation_reads_every_row_once(lengths, together, examples):
     [(5, 3, 5, (3, 2)), (3, 3, 5, (3, 2)), (2, 9, 5, (2, 3)), (9, 1, 5, (4, 1)), (9, 9, 6, (3, 3))],
 )
 def test_pairs_are_cut_as_the_reference_cuts_them(a, b, room, left):
-    kind = Sentences(task("pair", max_sequence_length=room + 3), ("0", "1"), TOKENIZER)
+    kind = SentenceKind(task("pair", max_sequence_length=room + 3), ("0", "1"), TOKENIZER)
     first, second = [f"w{chr(97 + i)}" for i in range(a)], [f"w{chr(107 + i)}" for i in range(b)]
     rows = kind.rows([sentence(" ".join(first), " ".join(second), label="1")])
     expected = ["[CLS]", *first[: left[0]], "[SEP]", *second[: left[1]], "[SEP]"]
     assert rows.ids[0].tolist() == ids(" ".join(expected))
-    assert rows.first.tolist() == [left[0] + 2]
-    assert rows.numbers["targets"].tolist() == [1]
+    assert rows.first_lengths.tolist() == [left[0] + 2]
+    assert rows.row_arrays["targets"].tolist() == [1]
 
 
 def test_pairs_are_cut_as_the_library_cuts_them():
@@ -159,22 +159,22 @@ def test_pairs_are_cut_as_the_library_cuts_them():
     for a, b, limit in itertools.product(range(1, 9), range(1, 9), (9, 10)):
         first, second = " ".join("a" * a), " ".join("b" * b)
         pair = task("pair", max_sequence_length=limit)
-        kind = Sentences(pair, ("0", "1"), ours)
+        kind = SentenceKind(pair, ("0", "1"), ours)
         theirs.enable_truncation(limit, strategy="longest_first")
         (row,) = kind.rows([sentence(first, second, label="1")]).ids
         assert row.tolist() == theirs.encode(first, second).ids
 
 
 def test_one_text_is_cut_at_its_end():
-    kind = Sentences(task("classify", max_sequence_length=8), ("0", "1"), TOKENIZER)
+    kind = SentenceKind(task("classify", max_sequence_length=8), ("0", "1"), TOKENIZER)
     rows = kind.rows([sentence(" ".join(["until"] * 5), label="0"), sentence("wa", label="1")])
     assert rows.ids[0].tolist() == ids("[CLS] un ##til un ##til un ##til [SEP]")
     assert rows.ids[1].tolist() == ids("[CLS] wa [SEP]")
-    assert rows.first.tolist() == [8, 3]
+    assert rows.first_lengths.tolist() == [8, 3]
 
 
 def test_of_a_choice_each_text_is_read_with_the_first():
-    kind = Choices(task("choice"), ("0", "1"), TOKENIZER)
+    kind = ChoiceKind(task("choice"), ("0", "1"), TOKENIZER)
     rows = kind.rows(
         [sentence("wa", "wb", "wc wd", label="1"), sentence("wa", "we", "", label="0")]
     )
@@ -184,14 +184,14 @@ def test_of_a_choice_each_text_is_read_with_the_first():
         ids("[CLS] wa [SEP] we [SEP]"),
         ids("[CLS] wa [SEP] [SEP]"),
     ]
-    assert rows.rows_per_example == 2 and rows.numbers["targets"].tolist() == [1, 1, 0, 0]
+    assert rows.rows_per_example == 2 and rows.row_arrays["targets"].tolist() == [1, 1, 0, 0]
 
 
 def test_answers_of_texts_are_softmaxes_by_label():
-    kind = Sentences(task("classify"), ("no", "yes"), TOKENIZER)
+    kind = SentenceKind(task("classify"), ("no", "yes"), TOKENIZER)
     examples = [sentence("wa"), sentence("wb")]
     rows = kind.rows(examples)
-    assert rows.numbers == {}
+    assert rows.row_arrays == {}
     outputs = [np.array([0.0, np.log(3.0)], np.float32), np.array([1000.0, 0.0], np.float32)]
     first, second = kind.answers(outputs, rows, examples)
     assert first["label"] == "yes" and second["label"] == "no"
@@ -200,13 +200,13 @@ def test_answers_of_texts_are_softmaxes_by_label():
 
 
 def test_answers_of_choices_and_regressions():
-    choice = Choices(task("choice"), ("0", "1"), TOKENIZER)
+    choice = ChoiceKind(task("choice"), ("0", "1"), TOKENIZER)
     examples = [sentence("wa", "wb", "wc", label="1"), sentence("wa", "wb", "wc", label="1")]
     rows = choice.rows(examples)
     outputs = [np.array([x], np.float32) for x in (0.0, 1.0, 5.0, 4.0)]
     assert [a["label"] for a in choice.answers(outputs, rows, examples)] == ["1", "0"]
     assert choice.scores(outputs, rows, examples) == {"accuracy": 0.5}
-    regress = NumberTask(task("regress"), (), TOKENIZER)
+    regress = NumberKind(task("regress"), (), TOKENIZER)
     examples = [sentence("wa", "wb", label=x) for x in (1.0, 2.0, 4.0)]
     rows = regress.rows(examples)
     outputs = [np.array([x], np.float32) for x in (-1.0, 0.0, 2.0)]
@@ -216,7 +216,7 @@ def test_answers_of_choices_and_regressions():
 
 def test_scores_of_labels_have_f1_of_two_alone():
     for labels in (("a", "b"), ("a", "b", "c")):
-        kind = Sentences(task("classify", labels=labels), labels, TOKENIZER)
+        kind = SentenceKind(task("classify", labels=labels), labels, TOKENIZER)
         examples = [sentence("wa", label=label) for label in labels]
         outputs = list(np.eye(len(labels), dtype=np.float32))
         found = kind.scores(outputs, kind.rows(examples), examples)
@@ -240,7 +240,7 @@ def test_scores_of_labels_have_f1_of_two_alone():
     ],
 )
 def test_the_examples_of_each_source_are_a_part_with_its_rows(sources, names):
-    kind = Choices(task("choice"), ("0", "1"), TOKENIZER)
+    kind = ChoiceKind(task("choice"), ("0", "1"), TOKENIZER)
     examples = [sentence("wa", "wb", "wc", label="0") for _ in range(3 * len(sources))]
     parts = kind.parts(examples, dict.fromkeys(sources, 3))
     assert tuple(part.name for part in parts) == names

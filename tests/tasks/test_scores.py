@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.tasks import scores
-from bert_jax.tasks.examples import Answer, Question
+from bert_jax.tasks.examples import AnswerSpan, Question
 
 
 def test_scikit_learns_published_examples():
@@ -169,7 +169,7 @@ words = st.lists(st.sampled_from(["a", "The", "cat", "Cat.", "sat", "黑", "-"])
 
 
 def question(number, answers):
-    parts = tuple(Answer(text, 0) for text in answers)
+    parts = tuple(AnswerSpan(text, 0) for text in answers)
     return Question(f"f: question {number}", str(number), "?", "C", parts, bool(parts))
 
 

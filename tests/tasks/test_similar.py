@@ -54,12 +54,12 @@ def setting(loss):
     examples[4] = dataclasses.replace(examples[2])  # a row that comes twice
     rows = kind.rows(examples)
     if loss == "cosine":
-        rows.numbers["scores"] = np.repeat(rng.uniform(0, 1, 11).astype(np.float32), 2)
+        rows.row_arrays["scores"] = np.repeat(rng.uniform(0, 1, 11).astype(np.float32), 2)
     if loss == "distil":
         wanted = rng.normal(size=(11, 6)).astype(np.float32)
-        rows.numbers["wanted"] = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
-        kind.outputs = 6
-    shape = kind.learns, kind.reads, kind.outputs, kind.rows_per_example
+        rows.row_arrays["wanted"] = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+        kind.output_count = 6
+    shape = kind.learns, kind.reads, kind.output_count, kind.rows_per_example
     return SimilarObjective(kinds.MODEL, *shape, Adapt(), how=LOSSES[loss]), rows
 
 
@@ -120,7 +120,8 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
     rows = kind.rows([Sentence("", ("how are", "we"), None)] * 2)
     whole = ("query: how are", "passage: we") * 2
     assert [row.tolist() for row in rows.ids] == [theirs.encode(text).ids for text in whole]
-    keys = [*rows.numbers["keys"], *kind.rows([Sentence("", ("we", "how"), None)]).numbers["keys"]]
+    other = kind.rows([Sentence("", ("we", "how"), None)])
+    keys = [*rows.row_arrays["keys"], *other.row_arrays["keys"]]
     assert keys[:2] == keys[2:4] and keys[1] == keys[4] and len(set(keys)) == 3
     ids = Ids(ours.pad_id, ours.cls_id, ours.sep_id, ours.mask_id, ours.size, ours.continues)
     prepared = SimpleNamespace(tokenizer=ours, folder="x", ids=ids, sha256="")

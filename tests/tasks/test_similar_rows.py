@@ -36,7 +36,7 @@ def test_texts_that_differ_only_after_the_cut_have_equal_keys(prefixes):
     texts = [" ".join([*words, *more]) for more in ([], ["we"] * 5, ["wf", "wg"])]
     last = " ".join([*words[:-1], "wt"])
     examples = [Sentence("", (one, other), None) for one in texts for other in texts]
-    keys = kind.rows([*examples, Sentence("", (last, last), None)]).numbers["keys"]
+    keys = kind.rows([*examples, Sentence("", (last, last), None)]).row_arrays["keys"]
     assert len(set(keys[:-2])) == 1 and keys[-2] == keys[-1] != keys[0]
 
 

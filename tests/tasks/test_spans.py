@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kinds import TOKENIZER, WORDS, ids, question, task
 
 from bert_jax.tasks import spans as spans_lib
-from bert_jax.tasks.examples import Answer, Question
+from bert_jax.tasks.examples import AnswerSpan, Question
 from bert_jax.tasks.spans import SpanTask
 
 # Room for 21 pieces of a context next to a question of 3, so that every piece is tried.
@@ -29,9 +29,7 @@ def oracle(rows, noise=0.0):
     """Scores that say each row's targets."""
     rng = np.random.default_rng(0)
     found = []
-    for length, start, end in zip(
-        rows.lengths, rows.numbers["starts"], rows.numbers["ends"], strict=True
-    ):
+    for length, start, end in zip(rows.lengths, *rows.row_arrays.values(), strict=True):
         logits = noise * rng.normal(size=(length, 2)).astype(np.float32)
         logits[start, 0] += 10
         logits[end, 1] += 10
@@ -45,16 +43,16 @@ def test_a_window_by_hand():
     assert rows.ids[0].tolist() == ids(
         "[CLS] wa wb [UNK] [SEP] cafe un ##til , \u65e5 \u672c [SEP]"
     )
-    assert rows.first.tolist() == [5]
-    window = rows.notes[0]
+    assert rows.first_lengths.tolist() == [5]
+    window = rows.origins[0]
     assert (window.question, window.offset) == (0, 5)
     texts = [context[a:b] for a, b in window.spans]
     assert texts == ["Caf\u00e9", "until", "until", ",", "\u65e5", "\u672c"]
     # An answer that is part of a word is all of its pieces.
-    assert rows.numbers["starts"].tolist() == [6] and rows.numbers["ends"].tolist() == [9]
-    inside = Question("f", "q", ASKED, context, (Answer("til", 7),), True)
-    assert kind().rows([inside]).numbers["starts"].tolist() == [6]
-    assert kind().rows([inside]).numbers["ends"].tolist() == [7]
+    assert rows.row_arrays["starts"].tolist() == [6] and rows.row_arrays["ends"].tolist() == [9]
+    inside = Question("f", "q", ASKED, context, (AnswerSpan("til", 7),), True)
+    assert kind().rows([inside]).row_arrays["starts"].tolist() == [6]
+    assert kind().rows([inside]).row_arrays["ends"].tolist() == [7]
 
 
 def test_questions_are_cut_and_leave_their_room_to_the_context():
@@ -65,9 +63,9 @@ def test_questions_are_cut_and_leave_their_room_to_the_context():
     ]
     rows = kind().rows(asked)
     assert rows.ids[0][:5].tolist() == ids("[CLS] wc wd we [SEP]")
-    first, second = (next(w for w in rows.notes if w.question == number) for number in (0, 1))
+    first, second = (next(w for w in rows.origins if w.question == number) for number in (0, 1))
     assert len(first.spans) == 21 and len(second.spans) == 23
-    assert len(rows.ids[0]) == LONGEST and [*rows.cut.values()] == [1]
+    assert len(rows.ids[0]) == LONGEST and [*rows.truncated.values()] == [1]
 
 
 @pytest.mark.parametrize("longest", [3, 23])
@@ -82,7 +80,7 @@ def test_two_separators_between_texts_leave_no_piece_out(longest):
     rows = of_two.rows([asked])
     assert of_two.count_rows(asked, 99) == len(rows.ids)
     assert max(map(len, rows.ids)) <= LONGEST
-    counted = np.concatenate([window.spans[window.counts, 0] for window in rows.notes])
+    counted = np.concatenate([window.spans[window.counts, 0] for window in rows.origins])
     assert len(counted) == len(set(counted.tolist())) == 60
 
 
@@ -120,9 +118,9 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_best_windows(pie
     for most in {1, count // 2 or 1, count, 2 * count}:
         found = kind(document_stride=stride).count_rows(example, most)
         assert found == count if count <= most else found > most
-    assert [len(w.spans) for w in rows.notes] == [length for _, length in windows]
+    assert [len(w.spans) for w in rows.origins] == [length for _, length in windows]
     counted = collections.Counter()
-    for number, (window, (start, length)) in enumerate(zip(rows.notes, windows, strict=True)):
+    for number, (window, (start, length)) in enumerate(zip(rows.origins, windows, strict=True)):
         expected = [slow_is_max_context(windows, number, start + i) for i in range(length)]
         assert window.counts.tolist() == expected
         counted.update(window.spans[window.counts, 0].tolist())
@@ -159,7 +157,7 @@ def asked(draw):
     first = draw(st.sampled_from([i for i, part in enumerate(parts) if part not in MARKS]))
     last = min(first + draw(st.integers(0, 1)), len(parts) - 1)
     start, end = places[first][0], places[last][1]
-    return context, Answer(context[start:end], start)
+    return context, AnswerSpan(context[start:end], start)
 
 
 @given(st.lists(asked(), min_size=1, max_size=3))
@@ -210,18 +208,18 @@ def test_the_best_answer_is_the_best_of_all(pieces, longest, seed):
 def test_windows_without_the_whole_answer_have_none():
     context = " ".join(WORDS * 2)
     start = context.index("wt")
-    far = Question("f", "q", ASKED, context, (Answer("wt wa wb", start),), True)
+    far = Question("f", "q", ASKED, context, (AnswerSpan("wt wa wb", start),), True)
     rows = kind(document_stride=19).rows([far])
     # Pieces 19 to 21 of 40: the window of 0 to 20 holds two of them, that of 19 to 39 all.
-    assert rows.numbers["starts"].tolist() == [0, 5]
-    assert rows.numbers["ends"].tolist() == [0, 7]
+    assert rows.row_arrays["starts"].tolist() == [0, 5]
+    assert rows.row_arrays["ends"].tolist() == [0, 7]
     none = kind().rows([question(context)])
-    assert not none.numbers["starts"].any() and not none.numbers["ends"].any()
+    assert not none.row_arrays["starts"].any() and not none.row_arrays["ends"].any()
     # Nor has a context without pieces.
     nothing, spans = question("\u200b"), kind(no_answer="possible")
     rows = spans.rows([nothing])
     (predicted,) = spans.answers([np.zeros((n, 2)) for n in rows.lengths], rows, [nothing])
-    assert predicted["answer"] == "" and rows.numbers["starts"].tolist() == [0]
+    assert predicted["answer"] == "" and rows.row_arrays["starts"].tolist() == [0]
 
 
 def leaning(rows, wanted):

@@ -8,7 +8,7 @@ import pytest
 
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples
-from bert_jax.tasks.examples import Answer, Question
+from bert_jax.tasks.examples import AnswerSpan, Question
 
 CONTEXT = "Ada Lovelace wrote 😀 notes on Babbage's engine in 1843."
 LOVELACE = [{"text": "Ada Lovelace", "answer_start": 0}, {"text": "Lovelace", "answer_start": 4}]
@@ -51,10 +51,10 @@ def test_questions_are_read_with_their_answers(tmp_path):
             "q1",
             "Who wrote notes?",
             CONTEXT,
-            (Answer("Ada Lovelace", 0), Answer("Lovelace", 4)),
+            (AnswerSpan("Ada Lovelace", 0), AnswerSpan("Lovelace", 4)),
             True,
         ),
-        Question(f"{place}q2", "q2", "When?", CONTEXT, (Answer("1843", 50),), True),
+        Question(f"{place}q2", "q2", "When?", CONTEXT, (AnswerSpan("1843", 50),), True),
         Question(f"{place}q3", "q3", "Why?", CONTEXT, (), False),
     ]
 

@@ -128,7 +128,7 @@ def test_evaluation_is_the_same_however_rows_lie():
     # By hand: the mean over words.
     losses = []
     for logits, tags, weights in zip(
-        ours, rows.tokens["targets"], rows.tokens["target_weights"], strict=True
+        ours, rows.token_arrays["targets"], rows.token_arrays["target_weights"], strict=True
     ):
         logits = logits.astype(np.float64)
         nll = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(tags)), tags]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, WORDS, ids, tagged, task
 
-from bert_jax.tasks.labels import Tags
+from bert_jax.tasks.labels import TagKind
 
 LABELS = ("B-X", "I-X", "O")
 # Of one piece, of two, of three, unknown, and of none.
@@ -14,14 +14,14 @@ sentences = st.lists(st.tuples(words, st.sampled_from(LABELS)), min_size=1, max_
 
 
 def kind(room, **settings):
-    return Tags(task("tag", max_sequence_length=room + 2, **settings), LABELS, TOKENIZER)
+    return TagKind(task("tag", max_sequence_length=room + 2, **settings), LABELS, TOKENIZER)
 
 
 def oracle(rows):
     """Scores that say each row's targets where they count, and nonsense elsewhere."""
     rng = np.random.default_rng(0)
     found = []
-    for tags, weights in zip(rows.tokens["targets"], rows.tokens["target_weights"], strict=True):
+    for tags, weights in zip(*rows.token_arrays.values(), strict=True):
         logits = rng.normal(size=(len(tags), len(LABELS))).astype(np.float32)
         logits[weights > 0] = np.eye(len(LABELS))[tags[weights > 0]]
         found.append(logits)
@@ -31,9 +31,9 @@ def oracle(rows):
 def test_the_first_piece_of_a_word_carries_its_tag():
     rows = kind(20).rows([tagged(["untils", "wa", "\u200b", "zzz"], ["B-X", "I-X", "O", "B-X"])])
     assert rows.ids[0].tolist() == ids("[CLS] un ##til ##s wa [UNK] [UNK] [SEP]")
-    assert rows.tokens["target_weights"][0].tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
-    assert rows.tokens["targets"][0].tolist() == [0, 0, 0, 0, 1, 2, 0, 0]
-    assert rows.first.tolist() == [8]
+    assert rows.token_arrays["target_weights"][0].tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
+    assert rows.token_arrays["targets"][0].tolist() == [0, 0, 0, 0, 1, 2, 0, 0]
+    assert rows.first_lengths.tolist() == [8]
 
 
 def test_a_long_sentence_goes_on_in_another_row_and_a_word_longer_than_a_row_is_cut():
@@ -48,7 +48,7 @@ def test_a_long_sentence_goes_on_in_another_row_and_a_word_longer_than_a_row_is_
         ids("[CLS] . . . . . . [SEP]"),
         ids("[CLS] wb [SEP]"),
     ]
-    assert [note[0] for note in rows.notes] == [0, 0, 1, 2, 2, 2]
+    assert [note[0] for note in rows.origins] == [0, 0, 1, 2, 2, 2]
 
 
 @given(st.lists(sentences, min_size=1, max_size=3), st.integers(6, 20))
@@ -57,7 +57,7 @@ def test_answers_invert_rows(given_sentences, room):
     tags = kind(room)
     rows = tags.rows(examples)
     assert max(rows.lengths) <= room + 2
-    assert sum(w.sum() for w in rows.tokens["target_weights"]) == sum(
+    assert sum(w.sum() for w in rows.token_arrays["target_weights"]) == sum(
         len(e.words) for e in examples
     )
     outputs = oracle(rows)

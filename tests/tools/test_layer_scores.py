@@ -22,7 +22,7 @@ from bert_jax.tasks import probes
 from bert_jax.tasks.adaptation import MeshEncoder
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import eval_batches
-from bert_jax.tasks.task_kind import kind_of
+from bert_jax.tasks.task_kind import make_kind
 from bert_jax.tools import layer_scores
 
 NAMES = ("classify", "regress", "tag")
@@ -82,7 +82,7 @@ def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
     reader = MeshEncoder(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
     task = config.load(str(folder / "classify.py"), config.Finetuning).task
     texts = [Sentence("", (row["sentence"],), None) for row in there]
-    made = kind_of(task, ("bad", "good"), model.tokenizer).rows(texts)
+    made = make_kind(task, ("bad", "good"), model.tokenizer).rows(texts)
     ((which, batch), *_) = eval_batches(made, model.tokenizer.pad_id, 8)
     read = np.asarray(probes.jit_features(reader, "pooled", "all")(model.params, None, batch))
     expected = [hidden["test"][i] for i in which]

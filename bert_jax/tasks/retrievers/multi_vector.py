@@ -113,11 +113,11 @@ class MultiVector(Retriever):
 
     def add_targets(self, rows: TaskRows, roles: Sequence[TextRole]) -> None:
         """Adds `token_weights`, 1 for tokens that have a vector."""
-        rows.tokens["token_weights"] = [
+        rows.token_arrays["token_weights"] = [
             self._selection.has_vector(ids, role == "query").astype(np.float32)
             for ids, role in zip(rows.ids, roles, strict=True)
         ]
 
     def text_vectors(self, outputs: Outputs, rows: TaskRows) -> Sequence[np.ndarray]:
-        weights = rows.tokens["token_weights"]
+        weights = rows.token_arrays["token_weights"]
         return [vectors[kept > 0] for vectors, kept in zip(outputs, weights, strict=True)]

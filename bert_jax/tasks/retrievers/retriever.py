@@ -28,7 +28,7 @@ from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import Candidates, Cells, Tally
-from bert_jax.tasks.formats import text_of
+from bert_jax.tasks.formats import require_text
 from bert_jax.tasks.rank import Rank, scores_from_cell
 from bert_jax.tasks.rows import TaskBatches, TaskRows
 from bert_jax.tasks.similar import inherit_prompts
@@ -128,9 +128,9 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
 
     The text of `task.negative_column` follows the others.
     """
-    query = text_of(texts[0], f"column {task.text_column!r}", location)
+    query = require_text(texts[0], f"column {task.text_column!r}", location)
     listed = [text for cell in texts[1:] for text in (cell if isinstance(cell, list) else [cell])]
-    candidates = tuple(text_of(text, f"text {i}", location) for i, text in enumerate(listed, 1))
+    candidates = tuple(require_text(x, f"text {i}", location) for i, x in enumerate(listed, 1))
     if not candidates:
         raise InputError(f"{location}: column {task.second_column!r} must not be empty")
     if not labels:
@@ -254,9 +254,9 @@ class Retriever(Rank):
                 targets[: len(example.scores)] = example.scores
         rows = self._make_rows(texts)
         rows.rows_per_example = 1 + count
-        rows.numbers["keys"] = np.array(keys, np.uint32)
+        rows.row_arrays["keys"] = np.array(keys, np.uint32)
         if lists[0].scores is not None:
-            rows.numbers["scores"] = np.repeat(scores, 1 + count, axis=0)
+            rows.row_arrays["scores"] = np.repeat(scores, 1 + count, axis=0)
         return rows
 
     def _make_rows(self, texts: Sequence[tuple[str, TextRole, str]]) -> TaskRows:

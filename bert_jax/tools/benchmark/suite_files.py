@@ -84,7 +84,7 @@ def read_file(
         return
     columns = (file.index_column, *(file.text_columns or task.text_columns))
     seen: dict[str, str] = {}  # locations by index
-    for location, (index, *texts) in formats.rows(source, "first_line", columns):
+    for location, (index, *texts) in formats.read_columns(source, "first_line", columns):
         if index in seen:
             raise InputError(f"{location}: {seen[index]} has the index {index!r}, too; remove one")
         seen[index] = location

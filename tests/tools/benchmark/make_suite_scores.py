@@ -21,7 +21,7 @@ from scipy import stats
 from sklearn import metrics
 
 from bert_jax import config
-from bert_jax.tasks.examples import Answer, Question, Tagged
+from bert_jax.tasks.examples import AnswerSpan, Question, Tagged
 from bert_jax.tools.benchmark import submission
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "suite_scores.json"
@@ -54,7 +54,7 @@ def tag_file(truth: list, predicted: list) -> str:
 
 
 def answer_file(answers: dict) -> str:
-    examples = [Question("x", name, "?", "wa", (Answer("wa", 0),), True) for name in answers]
+    examples = [Question("x", name, "?", "wa", (AnswerSpan("wa", 0),), True) for name in answers]
     return write("SQuAD-2.0", examples, [{"id": i, "answer": a} for i, a in answers.items()])
 
 

@@ -15,7 +15,7 @@ import suite_data
 from make_suite_scores import TASKS
 
 from bert_jax.tasks import examples, scores
-from bert_jax.tasks.examples import Answer, Question
+from bert_jax.tasks.examples import AnswerSpan, Question
 
 GOLDEN = json.loads(make_suite_scores.GOLDEN.read_text())
 
@@ -103,7 +103,7 @@ def test_scores_of_answers_by_the_rules_of_squad_1_1():
     answers = [[text(4) for _ in range(draw.randint(1, 3))] for _ in range(400)]
     predicted = [draw.choice(a) if draw.random() < 0.3 else text(5) for a in answers]
     questions = [
-        Question("x", f"q{i}", "?", "x", tuple(Answer(t, 0) for t in right), True)
+        Question("x", f"q{i}", "?", "x", tuple(AnswerSpan(t, 0) for t in right), True)
         for i, right in enumerate(answers)
     ]
     given = {f"q{i}": answer for i, answer in enumerate(predicted)}
