@@ -346,7 +346,7 @@ def label_number(value: Any, what: str, location: str) -> float:
     return number
 
 
-# --- typed texts ----------------------------------------------------------------------------------
+# --- examples from given texts --------------------------------------------------------------------
 
 
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
@@ -354,7 +354,7 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
     has_tabs = len(task.text_columns) > 1
     filled = ((location, line) for location, line in lines if line.strip())
     for number, (location, line) in enumerate(filled, 1):
-        yield parse_typed(task, location, line.split("\t") if has_tabs else [line], number)
+        yield example_from_texts(task, location, line.split("\t") if has_tabs else [line], number)
 
 
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
@@ -362,15 +362,15 @@ def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterato
 
     For a kind that reads lists they are one: a query and three texts. `first` numbers questions.
     """
-    count = len(texts) if task.spec.reads_lists else len(task.text_columns)
+    count = len(texts) if task.spec.is_variadic else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):
-        yield parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
+        yield example_from_texts(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 
-def parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
+def example_from_texts(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
     """Returns the unlabelled example of given texts; `number` is that of a question."""
     columns = task.text_columns
-    has_more = task.spec.reads_lists and len(texts) > len(columns)  # several texts for the query
+    has_more = task.spec.is_variadic and len(texts) > len(columns)  # several texts for the query
     if len(texts) != len(columns) and not has_more:
         raise InputError(
             f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {len(columns)}: "

@@ -48,7 +48,7 @@ class SpanTask(TaskKind):
     best threshold.
     """
 
-    reads, learns, outputs = "tokens", "places", 2
+    reads, learns, outputs = "tokens", "spans", 2
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SpanTask(TaskKind):
     def mistake_texts(self, example: Question) -> Sequence[str]:
         return (example.question,)
 
-    def fitted(self, values: Mapping[str, Any]) -> "SpanTask":
+    def with_threshold(self, values: Mapping[str, Any]) -> "SpanTask":
         if self.task.no_answer == "never":
             return self
         threshold = values["no_answer_threshold"]
