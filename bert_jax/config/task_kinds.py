@@ -30,7 +30,7 @@ class KindSpec:
     # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
     adapt_methods: tuple[str, ...] = ("full", "frozen", "lora")
     problems: Callable[[Any], Iterable[Problem]] = lambda task: ()  # checks a `Task` of the kind
-    reads_lists: bool = False  # whether an example is a query with any number of texts
+    is_variadic: bool = False  # whether an example is a query with any number of texts
     makes_vectors: bool = False  # whether `embed` and `search` use the trained model
 
     @functools.cached_property
@@ -76,7 +76,7 @@ _RETRIEVER: Any = {
     "formats": (*_TABLES, "beir"),
     "adapt_methods": ("full",),
     "problems": _pair_problems,
-    "reads_lists": True,
+    "is_variadic": True,
     "makes_vectors": True,
 }
 _LABEL_SETTINGS = ("labels", "class_weights", "adapt.pooling")
@@ -136,7 +136,7 @@ KINDS = {
         ("ndcg@10", "mrr@10", "map"),
         settings=("ranking_loss", "adapt.pooling"),
         formats=("jsonl", "tfds", "beir"),
-        reads_lists=True,
+        is_variadic=True,
         **_PAIR,
     ),
     "sparse": KindSpec("retrievers.sparse:Sparse", settings=(*_PROMPTS, "sparse"), **_RETRIEVER),

@@ -67,12 +67,12 @@ def export(
         )
     with new_folder(target) as folder:
         if form == "task":
-            params = merged_params(adapt, model.params, model.fixed)
+            params = merged_params(adapt, model.params, model.frozen)
             _write_model(model, loaded, params, architecture, dtype, folder)
         else:
-            trained = {name: tree for name, tree in model.params.items() if name != "lora"}
-            head = jax.tree.map(np.zeros_like, trained["head"])
-            params = trained | (model.fixed or {}) | {"head": head}
+            fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
+            head = jax.tree.map(np.zeros_like, fresh["head"])
+            params = fresh | (model.frozen or {}) | {"head": head}
             (folder / "base").mkdir()
             _write_model(model, loaded, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
@@ -178,7 +178,7 @@ def _write_adapter(
     task, adapt = model.experiment.task, model.experiment.adapt
     params = jax.device_get(model.params)
     lora = weights.export_lora(params["lora"], model.model)
-    merged = jax.device_get(merged_params(adapt, model.params, model.fixed))
+    merged = jax.device_get(merged_params(adapt, model.params, model.frozen))
     all_tensors = weights.export_tensors(merged, model.model, architecture)
     saved = saved_modules(architecture, names.family(model.model), set(params))
     tensors = lora | {

@@ -13,7 +13,7 @@ from bert_jax.config import Model
 from bert_jax.model import layers, transformer
 from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
-from bert_jax.model.kinds import encode, encoder_of
+from bert_jax.model.kinds import encode, encoder_functions
 
 # Logit of vocabulary rows that stand for no token.
 _PADDING_LOGIT = -1e9
@@ -28,7 +28,7 @@ class PretrainingModel(nnx.Module):
     """
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
+        self.encoder = encoder_functions(cfg).encoder(cfg, rngs=rngs)
         self.pooler = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
         self.masked_lm = transformer.MaskedLM(cfg, rngs=rngs)
         self.next_sentence = layers.Dense(cfg.hidden_size, 2, initializer(cfg), rngs=rngs)

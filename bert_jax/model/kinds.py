@@ -45,7 +45,7 @@ _TRANSFORMER = OwnEncoder(
 )
 
 
-def encoder_of(cfg: Model) -> OwnEncoder:
+def encoder_functions(cfg: Model) -> OwnEncoder:
     """Returns the functions of the encoder: the transformer's, or those of custom code."""
     return code.load_function(cfg.code)() if cfg.code else _TRANSFORMER
 
@@ -77,7 +77,7 @@ def encode(
     Returns:
       [B, S, D] or [L + 1, B, S, D], in the compute type.
     """
-    run = encoder_of(cfg).encode
+    run = encoder_functions(cfg).encode
     return run(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs)
 
 
@@ -91,7 +91,7 @@ def text_vector(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Arr
       hidden: output of the encoder.
       input_mask: int32 [B, S], 0 for padding, which comes last.
     """
-    if custom := encoder_of(cfg).of_text:
+    if custom := encoder_functions(cfg).of_text:
         return custom(hidden, input_mask)
     if cfg.direction == "both":
         return hidden[:, 0]
@@ -111,7 +111,7 @@ def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) 
     Returns:
       float32 [L, H, S, S], of each token over all tokens; rows sum to 1.
     """
-    run = encoder_of(cfg).attention_probabilities
+    run = encoder_functions(cfg).attention_probabilities
     if run is None:
         raise InputError(f"model.code={cfg.code}: has no attention to show; use another encoder")
     return run(encoder, cfg, hidden)

@@ -167,7 +167,7 @@ class PretrainingJob(Job):
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *sharded)
         return state, base.sha256
 
-    def load_notes(self, metadata: dict[str, Any]) -> None:
+    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
         self._corpus.require_same(metadata)
         self._vectors = base_lib.read_vectors(metadata.get("notes", {}))
 

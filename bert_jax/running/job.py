@@ -144,8 +144,8 @@ class Job:
         """Returns the state before the first step, and the hash of its base ("" without a base)."""
         raise NotImplementedError
 
-    def load_notes(self, metadata: dict[str, Any]) -> None:
-        """Reads the `notes` of the checkpoint to resume; InputError if it has other data."""
+    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError if the checkpoint to resume has other data; else reads its `notes`."""
         raise NotImplementedError
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
     if restored is None or restored.damaged:
         restored = checkpoints.newest(abstract, at_most, exchange_errors)
     if restored is not None:  # case 1
-        job.load_notes(restored.metadata)
+        job.accept_checkpoint(restored.metadata)
     elif job.fork_point is not None:  # case 2
         restored = _load_fork_point(job.fork_point, context, abstract, exchange_errors)
     else:  # case 3, or case 4 for a job without a base
@@ -252,7 +252,7 @@ def _load_fork_point(
         restored.state["optimizer"] = init(restored.state["params"])
         job.report(f"optimizer.name: {old.name} -> {new.name}, whose moments begin at 0")
     if command == "decay":  # it has the corpus of its parent, while a fork may have another
-        job.load_notes(restored.metadata)
+        job.accept_checkpoint(restored.metadata)
     restored.metadata["begun_at"] = fork_point.step
     return restored
 

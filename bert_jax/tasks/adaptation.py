@@ -28,21 +28,23 @@ Batches = list[tuple[np.ndarray, Batch]]  # from `eval_batches`
 def read_base(experiment: Finetuning) -> Base:
     """Reads the weights of the base that a task can use, onto the host.
 
-    These are `encoder`, and the part below the head or, for a decoder and for sparse vectors, all
-    of `masked_lm`; and the `projection` of vectors of tokens. The model has the dropout rates and
-    the compute type of `adapt`. The hash covers the weights, the tokenizer and the pooling of a
-    head; a run saves it to identify its base.
+    These are `encoder`, the part below the head, and the `projection` of vectors of tokens. A
+    decoder or sparse vectors use all of `masked_lm` instead of the part below the head. The model
+    has the dropout rates and the compute type of `adapt`. The hash covers the weights, the
+    tokenizer and the pooling of a head; a run saves it to identify its base.
     """
     if not experiment.init_from:
         raise InputError("--from: name a base or a run whose encoder is to be adapted")
     trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))
     adapt, reads = experiment.adapt, experiment.task.spec.implementing_class.reads
-    has_whole_head = reads in ("decoder", "masked_lm")
+    reads_masked_lm = reads in ("decoder", "masked_lm")
     require_usable(trained.model, experiment, experiment.init_from)
-    names = {"encoder", "masked_lm" if has_whole_head else part_below_head(trained.model, "pooled")}
+    # Read for tags and spans too, which may not use it: the hash covers it.
+    part = "masked_lm" if reads_masked_lm else part_below_head(trained.model, "pooled")
+    names = {"encoder", part}
     names |= {"projection"} & trained.params.keys()
     params = jax.device_get({name: trained.params[name] for name in sorted(names)})
-    if "masked_lm" in params and not has_whole_head:
+    if "masked_lm" in params and not reads_masked_lm:
         for name in {"output_bias", "output"} & params["masked_lm"].keys():
             del params["masked_lm"][name]
     for name in adapt.lora_targets:
@@ -84,8 +86,7 @@ def base_head(base: Base, experiment: Finetuning, labels: Sequence[str]) -> dict
         return None
     if experiment.adapt.pooling not in ("", head.pooling):
         return None
-    order = [head.labels.index(label) for label in labels if head.labels]
-    order = order or list(range(len(head.bias)))
+    order = [head.labels.index(label) for label in labels] if head.labels else slice(None)
     return {"kernel": head.kernel[:, order], "bias": head.bias[order]}
 
 
@@ -102,22 +103,19 @@ def base_params(base: Base, objective: TaskObjective) -> dict[str, Any]:
 def frozen_params(
     base: Base, objective: TaskObjective, mesh: jax.sharding.Mesh
 ) -> dict[str, Any] | None:
-    """Returns the frozen weights, replicated over the mesh; None if all weights learn."""
+    """Returns the frozen weights, replicated over the mesh; None if all are trained."""
     if objective.adapt.how == "full":
         return None
     return feed.put(base_params(base, objective), mesh_lib.replicated(mesh))
 
 
-def _has_decoder(experiment: Finetuning) -> bool:
-    return experiment.task.spec.implementing_class.reads == "decoder"
-
-
 def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
-    """Raises InputError, which names `where`, unless a task can be learned over a model.
+    """Raises InputError, which names `where`, unless a model can be fine-tuned on the task.
 
     The model must read rows as long as the task's, and have the layers for a tagger or a decoder.
     """
-    task, has_decoder = experiment.task, _has_decoder(experiment)
+    task = experiment.task
+    has_decoder = task.spec.implementing_class.reads == "decoder"
     if has_decoder and (model.kind != "bert" or model.code):
         kind = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
@@ -134,21 +132,21 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MeshEncoder:
-    """A pre-trained model whose outputs are read, and its distribution over the devices."""
+class OutputReader:
+    """A pre-trained model on a mesh; callers pass its parameters to the compiled functions."""
 
     model: Model
     tokenizer: Tokenizer
     parallelism: Parallelism
     mesh: jax.sharding.Mesh
     size: int  # rows of a batch, over all devices
-    vectors: base_lib.TextVectors | None = None  # its settings for text vectors; None: defaults
+    vectors: base_lib.TextVectors | None = None  # settings of text vectors; None: defaults
 
     def compile_rows(self, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns `run`, see `training.step.make_rows_step`, compiled for the devices."""
+        """Compiles a function of the arguments of `Objective.forward`, as `step.make_rows_step`."""
         return step.make_rows_step(Pretraining(self.model), run, self.parallelism, self.mesh)
 
-    def fit_task(self, task: Task) -> Task:
+    def clamp_length(self, task: Task) -> Task:
         """Returns the task with rows that are at most as long as the model's positions."""
         length = min(task.max_sequence_length, self.model.max_position_embeddings)
         return dataclasses.replace(task, max_sequence_length=length)
@@ -159,10 +157,10 @@ class MeshEncoder:
         size = -(-self.size // unit) * unit
         return eval_batches(rows, self.tokenizer.pad_id, size)
 
-    def operations(self, batches: Batches) -> int:
-        """Returns the number of operations of a forward pass over the batches."""
+    def count_flops(self, batches: Batches) -> int:
+        """Counts the floating-point operations of a forward pass over the batches."""
         shapes = (batch["input_ids"].shape for _, batch in batches)
-        return sum(flops.forward_flops(self.model, rows, length, 0) for rows, length in shapes)
+        return sum(flops.forward_flops(self.model, *shape, predictions=0) for shape in shapes)
 
 
 def require_finite(name: str, outputs: Sequence[np.ndarray]) -> None:
@@ -180,8 +178,8 @@ def run_rows(
 ) -> list[Any]:
     """Returns the outputs of a program for each row, in the order of the rows.
 
-    `run` maps a batch on the devices to float32 [B, O] or [B, S, O]. The outputs of a row of n
-    tokens are float32 [O] or [n, O], from which `compress_output` makes what is kept.
+    `run` maps a batch on the devices to float32 [B, O] or [B, S, O]. `compress_output` maps the
+    outputs of a row of n tokens, float32 [O] or [n, O], to what is returned for the row.
     """
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))
@@ -205,7 +203,7 @@ def compile_forward(
     The outputs are those of `objective.predict`. The loss of a decoder is per token of the targets.
     """
     predict = step.make_rows_step(objective, objective.predict, parallelism, mesh)
-    if objective.reads == "decoder":  # its outputs are texts, so that the loss takes another pass
+    if objective.reads == "decoder":  # outputs are ids of a search: the loss takes another pass
         add_metrics = step.make_eval_step(objective, parallelism, mesh)
         zeros: Any = {name: np.zeros(2, np.float32) for name in objective.metrics}
 

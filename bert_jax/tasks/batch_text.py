@@ -27,14 +27,14 @@ def show(experiment: Finetuning, step: int, max_shown: int) -> Iterator[Text]:
     kind_class: type[TaskKind] = experiment.task.spec.implementing_class
     training = kind_class.read_training(experiment, base, Tally(), teacher="skip")
     kind, rows, batches = training.kind, training.rows, training.batches
-    total = math.ceil(experiment.epochs * training.draws_per_epoch / experiment.batch_size)
+    total = math.ceil(experiment.epochs * training.samples_per_epoch / experiment.batch_size)
     if not 0 <= step < total:
         raise InputError(f"--step {step}: the run has steps 0 to {total - 1}")
     per_example = kind.rows_per_example
     count = experiment.batch_size * per_example
     batch = batches.batch(step, np.arange(count))
     filled, length = batch["input_mask"].mean(), batch["input_ids"].shape[1]
-    epoch = step * experiment.batch_size // training.draws_per_epoch
+    epoch = step * experiment.batch_size // training.samples_per_epoch
     yield Text(
         f"step {step} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
     )

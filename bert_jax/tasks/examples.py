@@ -363,7 +363,7 @@ def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterato
 
     A kind that reads lists makes one example of A B C D: a query and three texts.
     """
-    count = len(texts) if task.spec.reads_lists else len(task.text_columns)
+    count = len(texts) if task.spec.is_variadic else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):
         yield example_from_texts(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
@@ -371,7 +371,7 @@ def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterato
 def example_from_texts(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
     """Returns the unlabelled example of given texts; `number` becomes the id of a question."""
     columns = task.text_columns
-    has_more = task.spec.reads_lists and len(texts) > len(columns)  # a query and several texts
+    has_more = task.spec.is_variadic and len(texts) > len(columns)  # a query and several texts
     if len(texts) != len(columns) and not has_more:
         raise InputError(
             f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {len(columns)}: "

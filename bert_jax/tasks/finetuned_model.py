@@ -1,4 +1,4 @@
-"""Fine-tuned models: `TaskModel` predicts, and `FinetunedModel` adds the encoder for Python."""
+"""Fine-tuned models: `TaskModel` for commands, and `FinetunedModel` of the Python API."""
 
 import dataclasses
 import itertools
@@ -40,33 +40,34 @@ class TaskModel:
     Args:
       workdir: the run's workdir, opened.
       base: the current path of the run's base; None: its path at training.
-      which: the run's checkpoint: `newest`, `best` (by held-out loss), or a step.
-      beams: the number of beams of the search for texts; None: one, as during training.
-      reading: fields of the task, such as column names, for files of another format.
+      checkpoint: `newest`, `best` (by held-out loss), or a step.
+      beams: the number of beams of beam search; None: one, as during training.
+      task_fields: replaced fields of the task, such as column names of files to be read.
     """
 
     def __init__(
         self,
         workdir: Workdir,
         base: str | None = None,
-        which: str = "newest",
+        checkpoint: str = "newest",
         beams: int | None = None,
-        reading: Mapping[str, str] = types.MappingProxyType({}),
+        task_fields: Mapping[str, str] = types.MappingProxyType({}),
     ):
         parallelism = Parallelism()  # the run's own is for the run's devices
         mesh = mesh_lib.make_mesh(parallelism)
         current = load_experiment(workdir, Finetuning)
-        saved = Checkpoints(workdir.checkpoints)
-        number = saved.find_step(which)
-        metadata = saved.metadata(number)
+        checkpoints = Checkpoints(workdir.checkpoints)
+        number = checkpoints.find_step(checkpoint)
+        metadata = checkpoints.metadata(number)
         self.experiment = dataclasses.replace(
-            saved.experiment(number, Finetuning), init_from=base or current.init_from
+            checkpoints.experiment(number, Finetuning), init_from=base or current.init_from
         )
         loaded = _read_base(self.experiment, workdir, metadata["init_sha256"])
         # Only training has negatives.
-        self.task = self.experiment.task.with_fields(negative_column="", **reading)
+        self.task = self.experiment.task.with_fields(negative_column="", **task_fields)
         # In the order of the head's outputs; () for a task without labels.
         self.labels = tuple(metadata["notes"]["labels"])
+        # Settings of text vectors; None: defaults.
         self.vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
         kind: TaskKind = self.task.spec.implementing_class.restore(
             self.task, self.labels, loaded, metadata["notes"]
@@ -82,7 +83,7 @@ class TaskModel:
             objective = dataclasses.replace(objective, beams=beams)
         self.pooling = objective.adapt.pooling  # of the head's input
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-        restored = saved.read(which, {"params": abstract["params"]})
+        restored = checkpoints.read(checkpoint, {"params": abstract["params"]})
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params = restored.step, restored.state["params"]
         self.kind = kind.with_threshold(restored.metadata["notes"] | {"step": self.step})
@@ -90,23 +91,20 @@ class TaskModel:
         self.model, self.tokenizer = objective.model, loaded.tokenizer
         # The line of metrics.jsonl with the scores of this step; None if there is none.
         self.evaluation = metrics_line(workdir, "scores", self.step)
-        self.fixed = frozen_params(loaded, objective, mesh)  # the frozen parameters
+        self.frozen = frozen_params(loaded, objective, mesh)
         self._forward = compile_forward(objective, parallelism, mesh)
         self.unknown = UnknownShare(loaded.tokenizer)
         self._shards = mesh_lib.batch_shards(mesh)
-        # Batch sizes in examples, smallest first, after `warm`; before, the largest size so far.
-        self._sizes: tuple[int, ...] = ()
-        self._largest = 0
+        self._sizes: tuple[int, ...] = ()  # compiled by `warm`: examples of a batch, ascending
+        self._largest = 0  # without `_sizes`: the largest batch so far, in examples
 
     def warm(self, sizes: tuple[int, ...]) -> None:
         """Compiles the programs for examples of all lengths, in batches of these sizes only."""
-        self._sizes, task = sizes, self.task
+        self._sizes, task, unit = sizes, self.task, rows.LENGTH_STEP
         others = ["a"] * (len(task.text_columns) - 1)
-        for limit in range(
-            rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
-        ):
+        for limit in range(unit, task.max_sequence_length + unit, unit):
             # Each word is one token, so that the rows need the program of this length.
-            words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
+            words = " ".join(["a"] * (limit - unit // 2))
             (example,) = examples_lib.parse_arguments(task, [*others, words])
             for size in sizes:
                 list(self.predict([example] * size))
@@ -136,11 +134,11 @@ class TaskModel:
           the run's threshold for no answer); and the answers as from `predict`.
         """
         self.kind.require_libraries()
-        known = self.task.with_fields(labels=self.labels)
-        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
+        task = self.task.with_fields(labels=self.labels)
+        examples = examples_lib.read(task, tuple(sources) or task.validation, "labelled", tally)
         outputs, loss, task_rows = self.outputs(examples)
-        parts = self.kind.parts(examples, tally.examples)
-        line = self.kind.evaluate(outputs, loss, task_rows, examples, parts)
+        by_source = self.kind.split_by_source(examples, tally.examples)
+        line = self.kind.evaluate(outputs, loss, task_rows, examples, by_source)
         return {"step": self.step, **line}, self._answers(outputs, task_rows, examples)
 
     def _answers(
@@ -155,13 +153,13 @@ class TaskModel:
         task_rows = self.kind.rows(examples)
         self.unknown.add(task_rows.ids)
         count = len(task_rows.ids) // task_rows.rows_per_example
-        # As large as the largest window so far: few texts compile a small program.
+        # Few texts compile a small program; a larger window compiles a larger one, once.
         self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
         sizes = self._sizes or (self._largest,)
         size = next((size for size in sizes if size >= count), sizes[-1])
         size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
         batches = rows.eval_batches(task_rows, self.tokenizer.pad_id, size)
-        return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
+        return *self._forward(self.params, self.frozen, batches, task_rows), task_rows
 
 
 def _read_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> base_lib.Base:
@@ -199,7 +197,7 @@ class FinetunedModel(LoadedModel):
         `base` is where the base of the run is now; None: where it was during training.
         """
         tuned = TaskModel(run, base, checkpoint)
-        merged = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
+        merged = merged_params(tuned.experiment.adapt, tuned.params, tuned.frozen)
         kept = {"encoder": merged["encoder"]}
         if tuned.kind.reads == "masked_lm":
             kept["masked_lm"] = merged["masked_lm"]
@@ -233,13 +231,13 @@ class FinetunedModel(LoadedModel):
         count = len(task.text_columns)
         for position, example in enumerate(list_inputs(texts)):
             where = f"texts[{position}]"
-            parts = list_texts(example, where)
-            if len(parts) != count and not (task.spec.reads_lists and len(parts) > count):
+            columns = list_texts(example, where)
+            if len(columns) != count and not (task.spec.is_variadic and len(columns) > count):
                 raise InputError(
-                    f"{where}: has {pluralize(len(parts), 'text')}; "
+                    f"{where}: has {pluralize(len(columns), 'text')}; "
                     f"task.kind={task.kind} takes {count}"
                 )
-            examples.append(examples_lib.example_from_texts(task, where, parts, position + 1))
+            examples.append(examples_lib.example_from_texts(task, where, columns, position + 1))
         return list(self.task_model.predict(examples))
 
     def score(self, sources: str | Sequence[str] = ()) -> dict[str, Any]:

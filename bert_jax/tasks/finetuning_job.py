@@ -41,25 +41,25 @@ _MAX_LABELS = 10
 def finetune(
     experiment: Finetuning,
     base: str | None,
-    root: str | None,
+    path: str | None,
     progress: Progress,
     origin: dict[str, Any] | None = None,
 ) -> session.Outcome:
     """Starts or resumes the fine-tuning of a base on a task.
 
     If `base` is None, the base is that of the experiment, or that of the run in the workdir. The
-    workdir is `root`, or runs/NAME. `origin` is described at `session.run`.
+    workdir is at `path`, or runs/NAME. `origin` tells where the settings come from.
     """
     if not experiment.task.spec.adapt_methods:
         raise InputError(
             f"task.kind={experiment.task.kind}: is not for training; score a run on it with "
             "`bert-jax evaluate --task FILE`, or during pre-training with run.probes"
         )
-    path = root or f"runs/{experiment.name}"
+    path = path or f"runs/{experiment.name}"
     if base is None and not experiment.init_from:
-        existing = mirror.open_workdir(path)
-        if existing.experiment.exists():
-            base = load_experiment(existing, Finetuning).init_from
+        workdir = mirror.open_workdir(path)
+        if workdir.experiment.exists():
+            base = load_experiment(workdir, Finetuning).init_from
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.open_workdir(path, to_write=True)
@@ -79,12 +79,13 @@ class FinetuningJob(Job):
         self._tallies = {"train": Tally(), "validation": Tally()}
         self.data = read_data(experiment, self._base, self._tallies)
         self.objective, self.data_sha256 = self.data.objective, self.data.sha256
-        draws = self.data.training.draws_per_epoch
-        self._set_steps(math.ceil(experiment.epochs * draws / experiment.batch_size))
+        samples = experiment.epochs * self.data.training.samples_per_epoch
+        self._set_steps(math.ceil(samples / experiment.batch_size))
         # Raises InputError if the state cannot be sharded over the mesh.
         step.abstract_state(self.objective, self.optimizer, experiment.parallelism, mesh)
-        parts = experiment.parallelism.accumulation_of(0)
-        mesh_lib.require_divisible(experiment.batch_size, "finetuning.batch_size", mesh, parts)
+        microbatches = experiment.parallelism.accumulation_of(0)
+        size = experiment.batch_size
+        mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, microbatches)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -102,7 +103,7 @@ class FinetuningJob(Job):
                 f"--from {self.experiment.init_from}: its weights are not those that this run "
                 "started from; name that base, or choose another --workdir"
             )
-        changed = config.differences(saved, self.experiment, "identity")
+        changed = config.differences(saved, self.experiment, role="identity")
         changed = [line for line in changed if not line.startswith("init_from:")]
         labels = tuple(metadata["notes"]["labels"])
         if not changed and labels != self.labels:
@@ -112,7 +113,8 @@ class FinetuningJob(Job):
                 "start again with another --workdir"
             )
         if not changed:
-            self.load_notes(metadata)  # other examples may give a state of other shapes
+            # Checked before the state is restored: other examples may give it other shapes.
+            self.accept_checkpoint(metadata)
             # Older runs have fewer steps: their epochs counted examples, not rows.
             self._set_steps(metadata["notes"].get("total_steps", self.total_steps))
         return changed
@@ -126,34 +128,36 @@ class FinetuningJob(Job):
         experiment, tokenizer = self.experiment, self._base.tokenizer
         data, training = self.data, self.data.training
         shards = mesh_lib.batch_shards(mesh)
-        size = -(-experiment.run.eval_batch_size // shards) * shards
-        size *= data.eval_rows.rows_per_example
-        self.eval_batches = rows.eval_batches(data.eval_rows, tokenizer.pad_id, size)
-        self._parts = data.kind.parts(data.validation, self._tallies["validation"].examples)
+        eval_size = -(-experiment.run.eval_batch_size // shards) * shards
+        eval_size *= data.eval_rows.rows_per_example
+        self.eval_batches = rows.eval_batches(data.eval_rows, tokenizer.pad_id, eval_size)
+        counts = self._tallies["validation"].examples
+        self._by_source = data.kind.split_by_source(data.validation, counts)
         self.frozen = frozen_params(self._base, self.objective, mesh)
         self._forward = compile_forward(self.objective, experiment.parallelism, mesh)
-        guess = data.kind.baseline(data.validation)
-        self._baseline = ""
-        if guess is not None:
-            self._baseline = f"; {guess[0]}: {experiment.task.main_score} {guess[1]:.4f}"
-        shares = {
+        self._baseline_text = ""
+        if (baseline := data.kind.baseline(data.validation)) is not None:
+            answer, score = baseline
+            self._baseline_text = f"; {answer}: {experiment.task.main_score} {score:.4f}"
+        unknown = {
             name: UnknownShare(tokenizer).add(task_rows.ids)
             for name, task_rows in (("train", training.rows), ("validation", data.eval_rows))
             if task_rows is not None
         }
-        for line in self._describe(shares):
+        for line in self._describe(unknown):
             self.report(line)
         record = {
             "total_steps": self.total_steps,
             "examples": {"train": training.count, "validation": len(data.validation)},
-            "unknown": {name: share.value for name, share in shares.items()},
-            "cut": {"train": _full_share(training.rows), "validation": _full_share(data.eval_rows)},
-            "guess": guess,
+            "unknown": {name: share.value for name, share in unknown.items()},
+            "cut": {"train": _share_cut(training.rows), "validation": _share_cut(data.eval_rows)},
+            "guess": baseline,
             "warnings": data.warnings,
         }
         size = experiment.batch_size * training.kind.rows_per_example
-        group = size // (shards * experiment.parallelism.accumulation_of(0))
-        make_batch = functools.partial(training.batch, group)
+        # Rows of a micro-batch on one device.
+        block = size // (shards * experiment.parallelism.accumulation_of(0))
+        make_batch = functools.partial(training.batch, block)
         phase = PhaseBatches(0, 0, self.total_steps, size, self.objective, make_batch)
         self.training = Training(
             objective=self.objective,
@@ -170,31 +174,31 @@ class FinetuningJob(Job):
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
         """Returns the evaluators: `record` at step 0, scores, and mistakes at the last step."""
 
-        def once(kind: str, step: int, evaluate: Callable[[], dict[str, Any]]) -> Evaluator:
+        def once(name: str, at: int, evaluate: Callable[[], dict[str, Any]]) -> Evaluator:
             return Evaluator(
-                kind, lambda n: n == step, lambda *_: evaluate(), lambda line: "", "predictions"
+                name, lambda n: n == at, lambda *_: evaluate(), lambda line: "", file="predictions"
             )
 
         scores = Evaluator(
             "scores",
             due_every(self.experiment.run.eval_every, self.total_steps),
             self._evaluate,
-            lambda line: summary(line) + self._baseline,
+            lambda line: summary(line) + self._baseline_text,
         )
         evaluators = once("task", 0, lambda: record), scores
-        if not self.data.training.examples:
+        if not self.data.training.examples:  # a kind that trains vectors records no mistakes
             return evaluators
         return *evaluators, once("mistakes", self.total_steps, self._mistakes)
 
-    def _describe(self, shares: dict[str, UnknownShare]) -> Iterator[str]:
+    def _describe(self, unknown: dict[str, UnknownShare]) -> Iterator[str]:
         """Yields lines about the task, the examples and the base, and warnings."""
         experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_MAX_LABELS]
         data, training = self.data, self.data.training
         hidden = len(self.labels) - len(labels)
         more = f" and {hidden} more" if hidden else ""
         in_rows = (
-            f" in {training.draws_per_epoch:,} rows"
-            if training.draws_per_epoch != training.count
+            f" in {training.samples_per_epoch:,} rows"
+            if training.samples_per_epoch != training.count
             else ""
         )
         yield (
@@ -208,7 +212,7 @@ class FinetuningJob(Job):
             shown = ", ".join(f"{name} {counts[name]:,}" for name in labels)
             has_f1 = len(labels) == 2 and "f1" in task.spec.scores
             positive = f"; f1 is of {labels[1]!r}" if has_f1 else ""
-            yield f"finetune: labels {shown}{more}{positive}{self._baseline}"
+            yield f"finetune: labels {shown}{more}{positive}{self._baseline_text}"
         if weights := self.objective.class_weights:
             by_label = zip(labels, weights, strict=False)
             shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
@@ -217,22 +221,23 @@ class FinetuningJob(Job):
         if base_head(self._base, experiment, self.labels) is not None:
             yield "finetune: begins with the head that the base was fine-tuned with"
         elif head is not None and task.kind in head.kinds and not experiment.adapt.features:
-            is_same = experiment.adapt.pooling in ("", head.pooling)
-            why = f"labels {quote_names(head.labels)}" if is_same else f"pooling {head.pooling}"
+            why = f"labels {quote_names(head.labels)}"
+            if experiment.adapt.pooling not in ("", head.pooling):
+                why = f"pooling {head.pooling}"
             yield f"finetune: begins with a fresh head: the base's has {why}"
         yield from (f"finetune: warning: {warning}" for warning in data.warnings)
         if task.broken_rows == "skip":
             parts = (f"{t.describe_broken()} of {name}" for name, t in self._tallies.items())
             yield f"finetune: broken rows left out: {', '.join(parts)}"
-        for texts, held_out in data.eval_rows.truncated.items():
-            count = training.rows.truncated[texts] if training.rows is not None else 0
-            if count + held_out:
-                yield f"finetune: truncated {texts}: {count:,} of train, {held_out:,} of validation"
+        for name, held_out in data.eval_rows.truncated.items():
+            train = training.rows.truncated[name] if training.rows is not None else 0
+            if train + held_out:
+                yield f"finetune: truncated {name}: {train:,} of train, {held_out:,} of validation"
         if data.kind.reads == "decoder" and self._base.tokenizer.case == "uncased":
             yield "finetune: an uncased base writes lower case, but scores compare case"
-        values = ", ".join(f"{share.value:.1%} of {name}" for name, share in shares.items())
+        values = ", ".join(f"{share.value:.1%} of {name}" for name, share in unknown.items())
         yield f"finetune: unknown tokens: {values}"
-        yield from filter(None, (share.warning(name) for name, share in shares.items()))
+        yield from filter(None, (share.warning(name) for name, share in unknown.items()))
 
     def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
         params = dict(fresh["params"])
@@ -244,7 +249,7 @@ class FinetuningJob(Job):
             params["head"] = _overlay(params["head"], head)
         return fresh | {"params": params}, self._base.sha256
 
-    def load_notes(self, metadata: dict[str, Any]) -> None:
+    def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
         if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
                 f"{self.workdir.address}: the examples are not those that this run was trained on; "
@@ -263,7 +268,7 @@ class FinetuningJob(Job):
         """Returns the loss on the validation examples, all scores, and the main one as `score`."""
         data = self.data
         outputs, loss = self._forward(params, self.frozen, self.eval_batches, data.eval_rows)
-        line = data.kind.evaluate(outputs, loss, data.eval_rows, data.validation, self._parts)
+        line = data.kind.evaluate(outputs, loss, data.eval_rows, data.validation, self._by_source)
         self._newest = outputs, data.kind.with_threshold(line)
         return line
 
@@ -281,10 +286,10 @@ def _overlay(fresh: Any, tree: Any) -> Any:
     return fresh | {name: _overlay(fresh[name], part) for name, part in tree.items()}
 
 
-def _full_share(task_rows: rows.TaskRows | None) -> float:
-    """Returns the share of rows of maximum length, most of which were truncated.
+def _share_cut(task_rows: rows.TaskRows | None) -> float:
+    """Estimates the share of truncated rows by the share of rows of the maximum length.
 
-    It is 0 for tags and spans, which continue in another row.
+    It is 0 for tags and spans, whose long texts continue in another row: their rows have `notes`.
     """
     if task_rows is None or task_rows.origins:
         return 0.0

@@ -32,14 +32,14 @@ class TargetRows(TaskRows):
 
     # For each row int32 [n], with [CLS] and [SEP]; empty if the examples have no labels.
     targets: list[np.ndarray] = dataclasses.field(default_factory=list)
-    target_limit: int = 0  # maximum length of a target without [CLS], also with padding
+    target_limit: int = 0  # maximum padded length of `decoder_ids` and `targets`
 
     def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
         """Returns some rows, padded to the length of a batch of the rows `like`.
 
         Returns:
-          The arrays of `TaskRows.batch`. With targets also `decoder_ids` and `targets`, the token
-          after each, int32 [B, T], and `target_weights` float32 [B, T], 0 for padding.
+          The arrays of `TaskRows.batch`. With targets also `decoder_ids` and `targets`, which are
+          the same shifted by one, int32 [B, T], and `target_weights` float32 [B, T], 0 for padding.
         """
         batch = super().batch_like(numbers, like, pad_id)
         if self.targets:
@@ -60,7 +60,7 @@ class GenerateObjective(TaskObjective):
     first: int = 0  # the token that starts a text
     last: int = 0  # the token that ends a text
     length: int = 0  # maximum number of tokens of a text
-    beams: int = 1  # of the search for texts
+    beams: int = 1  # of beam search
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -87,7 +87,7 @@ class GenerateObjective(TaskObjective):
 
 
 class Generate(TaskKind):
-    """The kind of `generate`: there are no labels, and outputs are token ids."""
+    """The kind of `generate`: the label of an example is a text, and outputs are token ids."""
 
     reads, answer_field = "decoder", "generated"
     objective_class = GenerateObjective

@@ -23,7 +23,7 @@ from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.adaptation import MeshEncoder, require_finite
+from bert_jax.tasks.adaptation import OutputReader, require_finite
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.rows import pad_rows, padded_length
 from bert_jax.tasks.task_kind import TaskKind
@@ -55,7 +55,7 @@ class MinimalPairs:
         self.examples = pairs if most is None else _sample(pairs, most)
         self.description = f"{len(self.examples)} minimal pairs"
 
-    def open(self, reader: MeshEncoder) -> int:
+    def open(self, reader: OutputReader) -> int:
         """Tokenizes the texts; returns the number of operations of one evaluation."""
         self._reader, model = reader, reader.model
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)

@@ -25,7 +25,7 @@ def predict(
     model: TaskModel,
     texts: Sequence[str] | Iterator[tuple[str, str]],
     sources: tuple[str, ...],
-    what: Literal["predict", "score"],
+    mode: Literal["predict", "score"],
     out: str | None,
 ) -> Iterator[str]:
     """Yields lines of JSON: the answers of a fine-tuned run, or its scores.
@@ -33,11 +33,11 @@ def predict(
     Args:
       texts: one or more texts, or (location, line) pairs; unused with sources or `score`.
       sources: of examples; with `score`, () means the run's validation examples.
-      out: a file for the answers; None: they are yielded.
+      out: a file for the answers, whose numbers are not rounded; None: the answers are yielded.
     """
     task = model.task
     scores, tally = None, examples_lib.Tally()
-    if what == "score":
+    if mode == "score":
         scores, answers = model.score(sources, tally)
     elif sources:
         answers = model.predict(examples_lib.iterate(task, sources, "unlabelled", tally))
@@ -71,9 +71,9 @@ _SUFFIXES = (".csv", ".tsv", ".jsonl")
 
 
 def predict_table(model: TaskModel, file: str, out: str) -> str:
-    """Writes a file's rows with a fine-tuned run's predictions in two more columns.
+    """Writes a file's rows with a fine-tuned run's predictions in one or two more columns.
 
-    `predicted` is a label, a number, a list of tags or a text; `probability` is that of the label.
+    `predicted` is a label, a number, a list of tags or a text; for a label, `probability` is added.
     Both are empty for a row with a blank text. Labels in the file are not read.
 
     Returns:
@@ -90,16 +90,16 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
         )
     if suffix not in _SUFFIXES:
         raise InputError(f"--out {out}: the name must end in {', '.join(_SUFFIXES)}")
-    counts, unread, tally = collections.Counter[str](), Tally(), Tally()
-    table_rows = _predict_rows(model, source, counts, unread, tally)
+    counts, unpredicted, tally = collections.Counter[str](), Tally(), Tally()
+    table_rows = _predict_rows(model, source, counts, unpredicted, tally)
     with create_folder(epath.Path(out).parent):
         write_atomic(epath.Path(out), _table_lines(table_rows, suffix, task.header))
     _warn(model, tally)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
-    parts = [f"{counts.total() + len(unread.broken):,} rows of {file}"]
+    parts = [f"{counts.total() + len(unpredicted.broken):,} rows of {file}"]
     parts += [f"predicted {shown}"] if shown else []
-    if unread.broken:
-        parts.append(f"no prediction for rows with a blank text: {unread.describe_broken()}")
+    if unpredicted.broken:
+        parts.append(f"no prediction for rows with a blank text: {unpredicted.describe_broken()}")
     return "; ".join(parts)
 
 
@@ -107,17 +107,17 @@ def _predict_rows(
     model: TaskModel,
     source: str,
     counts: collections.Counter[str],
-    unread: Tally,
+    unpredicted: Tally,
     tally: Tally,
 ) -> Iterator[SourceRecord]:
     """Yields each row with the predicted columns.
 
-    `counts` counts labels, `unread` rows without a prediction, and `tally` broken rows.
+    `counts` counts labels, `unpredicted` rows without a prediction, and `tally` broken rows.
     """
-    task, column = model.task, model.kind.answer_field
+    task, field = model.task, model.kind.answer_field  # "": a label
     on_broken = examples_lib.broken_row_handler(task, tally)
     records = formats.read_records(source, task.header, blank_lines=True, on_broken=on_broken)
-    added = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
+    added = [_PREDICTED] if field else [_PREDICTED, _PROBABILITY]
     is_empty = True
     while window := list(itertools.islice(records, WINDOW)):
         is_empty, examples = False, dict[str, Example]()  # by location
@@ -132,14 +132,14 @@ def _predict_rows(
             except InputError as error:
                 if task.broken_rows == "stop" and not any(map(examples_lib.is_blank, cells)):
                     raise
-                unread.record_broken(location, error)
+                unpredicted.record_broken(location, error)
         answers = list(model.predict(examples.values())) if examples else []
-        by_place = dict(zip(examples, answers, strict=True))
+        by_location = dict(zip(examples, answers, strict=True))
         for location, names, values in window:
             predicted: list[Any] = [None] * len(added)
-            if answer := by_place.get(location):
-                label = answer[column or "label"]
-                predicted = [label] if column else [label, answer["probabilities"][label]]
+            if answer := by_location.get(location):
+                label = answer[field or "label"]
+                predicted = [label] if field else [label, answer["probabilities"][label]]
                 counts[str(label)] += 1
             yield SourceRecord(location, [*names, *added], [*values, *predicted])
     if is_empty:
@@ -159,7 +159,8 @@ def _require_json(values: Sequence[Any], location: str) -> None:
 def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -> Iterator[str]:
     """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
     first: Sequence[str] = ()
-    # The writer quotes cells with a character of its line end: so it is \r\n, which becomes \n.
+    # The writer quotes cells with a \r or \n because both are in `end`; \n replaces `end` below.
+    # `table.writerow` returns what `write` returns: the line.
     file, end = types.SimpleNamespace(write=str), "\r\n"
     table = csv.writer(file, lineterminator=end)
     if suffix == ".tsv":
@@ -184,7 +185,7 @@ def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -
             lines = [[values[names.index(name)] for name in first]]
         for line in lines:
             try:
-                yield table.writerow(map(_cell, line)).removesuffix("\r\n") + "\n"
+                yield table.writerow(map(_cell, line)).removesuffix(end) + "\n"
             except csv.Error as error:
                 raise InputError(
                     f"{location}: a cell holds a tab or a newline; write a .csv or .jsonl file"

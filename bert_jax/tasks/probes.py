@@ -32,7 +32,7 @@ from bert_jax.model.kinds import encode, text_vector
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
-from bert_jax.tasks.adaptation import MeshEncoder, require_finite, run_rows
+from bert_jax.tasks.adaptation import OutputReader, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
 from bert_jax.tasks.task_kind import make_kind
@@ -76,10 +76,11 @@ class Probe:
         counts = f"{len(self.train)} examples to learn from, {len(self.validation)} to score"
         return f"{self.task.main_score}; {counts}"
 
-    def open(self, reader: MeshEncoder) -> int:
+    def open(self, reader: OutputReader) -> int:
         """Builds the rows; returns the number of operations of one evaluation."""
         self._reader = reader
-        kind = self._kind = make_kind(reader.fit_task(self.task), self.labels, reader.tokenizer)
+        kind = make_kind(reader.clamp_length(self.task), self.labels, reader.tokenizer)
+        self._kind = kind
         self._sides = [kind.rows(self.train), kind.rows(self.validation)]
         self._batches = [reader.batches(side) for side in self._sides]
         counts = np.bincount(self._sides[0].labels(), minlength=len(self.labels))
@@ -89,7 +90,7 @@ class Probe:
             for n in self._sides[1].lengths
         ]
         self.majority = self._score(outputs)
-        return sum(map(reader.operations, self._batches))
+        return sum(map(reader.count_flops, self._batches))
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """Returns the main score on the last layer, by its name."""
@@ -121,7 +122,7 @@ class Probe:
 
 
 @functools.lru_cache(maxsize=8)
-def jit_features(reader: MeshEncoder, reads: Reads, outputs: Outputs) -> Callable[..., jax.Array]:
+def jit_features(reader: OutputReader, reads: Reads, outputs: Outputs) -> Callable[..., jax.Array]:
     """Returns a function that computes the features of rows, compiled once for all probes."""
     model = reader.model
 
@@ -153,17 +154,17 @@ class SimilarityProbe:
         self.examples = cast(list[examples_lib.Sentence | examples_lib.Passage], examples)
         self.description = f"{task.main_score}; {len(examples)} examples to score"
 
-    def open(self, reader: MeshEncoder) -> int:
+    def open(self, reader: OutputReader) -> int:
         """Builds the rows; returns the number of operations of one evaluation."""
         self._reader, vectors = reader, reader.vectors or TextVectors()
-        task = reader.fit_task(similar.inherit_prompts(self.task, vectors))
+        task = reader.clamp_length(similar.inherit_prompts(self.task, vectors))
         # Texts are truncated as in `embed`, so that its vectors are scored.
         length = min(task.max_sequence_length, vectors.max_length or task.max_sequence_length)
         task = dataclasses.replace(task, max_sequence_length=length)
         self._kind = similar.Similar(task, (), reader.tokenizer)
         self._rows = self._kind.rows(self.examples)
         self._batches = reader.batches(self._rows)
-        return reader.operations(self._batches)
+        return reader.count_flops(self._batches)
 
     @functools.cached_property
     def bm25_scores(self) -> dict[str, float] | None:
@@ -181,7 +182,7 @@ class SimilarityProbe:
 
 
 @functools.lru_cache(maxsize=8)
-def jit_vectors(reader: MeshEncoder) -> Callable[..., jax.Array]:
+def jit_vectors(reader: OutputReader) -> Callable[..., jax.Array]:
     """Returns a function that computes the vectors of rows, compiled for the devices."""
     args, vectors = ("labels", "vectors", 0, 1, Adapt()), reader.vectors or TextVectors()
     objective = similar.SimilarObjective(reader.model, *args, text_vectors=vectors)
@@ -237,7 +238,7 @@ class Probes:
         """
         shards = mesh_lib.batch_shards(mesh)
         size = -(-size // shards) * shards
-        reader = MeshEncoder(model, tokenizer, parallelism, mesh, size, vectors)
+        reader = OutputReader(model, tokenizer, parallelism, mesh, size, vectors)
         return sum(probe.open(reader) for probe in self.probes)
 
     def evaluate(self, params: Any) -> dict[str, dict[str, Any]]:

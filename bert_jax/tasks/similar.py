@@ -28,7 +28,7 @@ from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, fill_params
-from bert_jax.model.kinds import encode, encoder_of
+from bert_jax.model.kinds import encode, encoder_functions
 from bert_jax.model.similarity import Texts
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
@@ -98,7 +98,7 @@ class SimilarObjective(TaskObjective):
     ) -> jax.Array:
         """Returns the vector of each row, float32 [B, D], of length 1."""
         params = merged_params(self.adapt, params, fixed)
-        encoder = fill_params(params["encoder"], encoder_of(self.model).encoder, self.model)
+        encoder = fill_params(params["encoder"], encoder_functions(self.model).encoder, self.model)
         hidden, mask = encode_texts(encoder, self.model, batch, noise, loop)
         return similarity.normalize(similarity.pool(hidden, mask, self.text_vectors.pooling))
 

@@ -48,7 +48,7 @@ class SpanTask(TaskKind):
     best threshold.
     """
 
-    reads, learns, output_count = "tokens", "places", 2
+    reads, learns, output_count = "tokens", "spans", 2
 
     def __init__(
         self,

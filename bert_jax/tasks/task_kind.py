@@ -175,7 +175,9 @@ class TaskKind:
         """Returns the scores of labelled examples by name."""
         raise NotImplementedError
 
-    def parts(self, examples: Sequence[Any], counts: Mapping[str, int]) -> list[SourceExamples]:
+    def split_by_source(
+        self, examples: Sequence[Any], counts: Mapping[str, int]
+    ) -> list[SourceExamples]:
         """Returns the examples of each source; empty if there is only one source.
 
         Args:
@@ -185,13 +187,13 @@ class TaskKind:
         names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
         if len(set(names)) < len(names) or "" in names:
             names = list(map(source_name, counts))
-        parts, start, first = list[SourceExamples](), 0, 0
+        by_source, start, first = list[SourceExamples](), 0, 0
         for name, count in zip(names, counts.values(), strict=True):
             selected = examples[start : start + count]
             rows = self.rows(selected)
-            parts.append(SourceExamples(name, first, rows, selected))
+            by_source.append(SourceExamples(name, first, rows, selected))
             start, first = start + count, first + len(rows.ids)
-        return parts if len(parts) > 1 else []
+        return by_source if len(by_source) > 1 else []
 
     def evaluate(
         self,
@@ -199,18 +201,18 @@ class TaskKind:
         loss: float,
         rows: TaskRows,
         examples: Sequence[Any],
-        parts: Sequence[SourceExamples],
+        by_source: Sequence[SourceExamples],
     ) -> dict[str, Any]:
         """Returns the `loss`, the main score as `score`, the number of `examples`, and all scores.
 
-        These include the main score of each part, named SCORE/NAME.
+        These include the main score of each source, named SCORE/NAME.
         """
         main, by_name = self.task.main_score, self.scores(outputs, rows, examples)
         fitted = self.with_threshold(by_name)
-        for part in parts:
-            selected = outputs[part.first : part.first + len(part.rows.ids)]
-            part_scores = fitted.scores(selected, part.rows, part.examples)
-            by_name[f"{main}/{part.name}"] = part_scores[main]
+        for source in by_source:
+            selected = outputs[source.first : source.first + len(source.rows.ids)]
+            source_scores = fitted.scores(selected, source.rows, source.examples)
+            by_name[f"{main}/{source.name}"] = source_scores[main]
         score = by_name[main]
         if self.task.spec.makes_vectors:
             loss = 1 - score  # stands in for the loss, which was not computed
@@ -292,16 +294,16 @@ class TrainingSet:
     text_keys: frozenset[int] = frozenset()  # of examples that validation should not have
 
     @property
-    def draws_per_epoch(self) -> int:
-        """Number of draws per epoch: of examples, or of rows if an example may have several."""
+    def samples_per_epoch(self) -> int:
+        """Number of samples per epoch: examples, or rows if an example may have several."""
         return self.count if self.rows is None else len(self.rows.ids) // self.kind.rows_per_example
 
-    def batch(self, group: int, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows `indices` of a step; texts share rows within blocks of `group` rows only."""
+    def batch(self, block: int, step: int, indices: np.ndarray) -> Batch:
+        """Returns rows `indices` of a step; texts share rows within blocks of `block` rows only."""
         batch = self.batches.batch(step, indices)
         if not self.kind.shares_rows:
             return batch
-        return packing.share_rows(batch, self.batches.lengths(step), group)
+        return packing.share_rows(batch, self.batches.lengths(step), block)
 
 
 @dataclasses.dataclass

@@ -1,8 +1,8 @@
 """A head on an encoder: its parameters, which of them are trainable, and the loss of a task.
 
-The head is always trainable. `adapt.how` decides about the base: all of it is trainable (`full`),
-nothing (`frozen`), or low-rank matrices next to its kernels (`lora`). A run saves only the
-trainable parameters; the base supplies the others.
+The head is always trainable. `adapt.how` determines what else is: the whole base (`full`), nothing
+(`frozen`), or low-rank matrices next to the base's kernels (`lora`). A run saves only the trainable
+parameters; the base supplies the others.
 
 Shape letters: B rows, S sequence, D width, O outputs, L layers of the encoder, N features of each
 token.
@@ -22,18 +22,18 @@ from bert_jax.errors import InputError
 from bert_jax.model import layers, lstm, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
-from bert_jax.model.kinds import encode, encoder_of, text_vector
+from bert_jax.model.kinds import encode, encoder_functions, text_vector
 from bert_jax.training import sharding
 from bert_jax.training.sharding import Rule
 
 Batch = dict[str, jax.Array]
 Tree = dict[str, Any]
-# Input of a task's head: the pooled output of a text, or the output of each token. `decoder` is a
-# decoder instead of a head; `vectors` are compared without a head, and so are the logits of the
-# whole masked LM (`masked_lm`).
+# What a task reads from the encoder. The input of a head is the pooled output of a text, or the
+# output of each token. Instead of a head there may be a decoder. `vectors`, or the logits of the
+# whole `masked_lm` head (sparse vectors), are compared without a head.
 Reads = Literal["pooled", "tokens", "decoder", "vectors", "masked_lm"]
-# Targets of a head: a label for each target, a number, or the first and last token of a span.
-Learns = Literal["labels", "numbers", "places"]
+# What a head predicts: labels, a number, or the first and last token of a span.
+Learns = Literal["labels", "numbers", "spans"]
 
 HEAD_RULE = Rule("head/(kernel|bias)")
 _LORA_RULE = Rule("lora/[a-z_]+/(down|up)")
@@ -45,7 +45,7 @@ def part_below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
     """Returns the name of the pre-trained part between the encoder and the head; "" for none.
 
     It is `pooler` as in BERT, or `masked_lm` without its output layer as in ModernBERT. With
-    `features` a tagger replaces it. Sparse vectors have all of `masked_lm` and no head.
+    `features` a tagger replaces it. Sparse vectors use all of `masked_lm`, and have no head.
     """
     if features:
         return ""
@@ -62,7 +62,7 @@ class EncoderWithHead(nnx.Module):
     def __init__(
         self, cfg: Model, reads: Reads, outputs: int, features: Features = "", *, rngs: nnx.Rngs
     ):
-        self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
+        self.encoder = encoder_functions(cfg).encoder(cfg, rngs=rngs)
         if features:
             self.tagger = Tagger(cfg, features, rngs=rngs)
         if part_below_head(cfg, reads, features) == "pooler":
@@ -75,13 +75,9 @@ class EncoderWithHead(nnx.Module):
 
 # --- BiLSTM layers for tags ---------------------------------------------------------------------
 
-_LAST = 4
+_LAST_FOUR = 4
 # The number of layers that `adapt.features` needs.
-_NEEDED = {
-    "second_to_last": 2,
-    "sum_last_four": _LAST,
-    "concat_last_four": _LAST,
-}
+_NEEDED = {"second_to_last": 2, "sum_last_four": _LAST_FOUR, "concat_last_four": _LAST_FOUR}
 
 
 def tagger_rules(features: Features) -> tuple[Rule, ...]:
@@ -100,10 +96,10 @@ class Mixture(nnx.Module):
         self.weights = nnx.Param(jnp.zeros(count, jnp.float32))
         self.scale = nnx.Param(jnp.ones([], jnp.float32))
 
-    def __call__(self, every: jax.Array) -> jax.Array:
+    def __call__(self, outputs: jax.Array) -> jax.Array:
         """[L + 1, B, S, D] -> float32 [B, S, D]."""
         shares = jax.nn.softmax(self.weights[...])
-        return self.scale[...] * jnp.einsum("l,lbsd->bsd", shares, every.astype(jnp.float32))
+        return self.scale[...] * jnp.einsum("l,lbsd->bsd", shares, outputs.astype(jnp.float32))
 
 
 class Tagger(nnx.Module):
@@ -115,45 +111,44 @@ class Tagger(nnx.Module):
 
     def __init__(self, cfg: Model, features: Features, *, rngs: nnx.Rngs):
         width = cfg.hidden_size
-        reads = width * (_LAST if features == "concat_last_four" else 1)
+        input_width = width * (_LAST_FOUR if features == "concat_last_four" else 1)
         if features == "mixed":
             self.mixture = Mixture(cfg.num_hidden_layers + 1)
-        self.lower = lstm.both_directions(reads, width // 2, rngs=rngs)
+        self.lower = lstm.both_directions(input_width, width // 2, rngs=rngs)
         self.upper = lstm.both_directions(width, width // 2, rngs=rngs)
 
 
-def _tagger_features(tagger: Tagger, features: Features, every: jax.Array) -> jax.Array:
+def _tagger_features(tagger: Tagger, features: Features, outputs: jax.Array) -> jax.Array:
     """Returns the features of each token: [L + 1, B, S, D] of all layers -> float32 [B, S, N]."""
-    every = every.astype(jnp.float32)
-    last = every[-_LAST:]
+    outputs = outputs.astype(jnp.float32)
+    last_four = outputs[-_LAST_FOUR:]
     if features == "mixed":
-        return tagger.mixture(every)
+        return tagger.mixture(outputs)
     if features == "sum_last_four":
-        return last.sum(axis=0)
+        return last_four.sum(axis=0)
     if features == "concat_last_four":
-        return jnp.concatenate(list(last), axis=-1)
-    return every[{"embeddings": 0, "second_to_last": -2, "last": -1}[features]]
+        return jnp.concatenate(list(last_four), axis=-1)
+    return outputs[{"embeddings": 0, "second_to_last": -2, "last": -1}[features]]
 
 
 def run_tagger(
     tagger: Tagger,
     features: Features,
-    every: jax.Array,
+    outputs: jax.Array,
     input_mask: jax.Array,
     noise: layers.Noise | None,
     rate: float,
 ) -> jax.Array:
-    """Runs the two layers over the encoder's features, with dropout on the input of each.
+    """Runs the BiLSTM layers over features of the encoder, with dropout on the input of each.
 
-    Maps [L + 1, B, S, D] and `input_mask`, int32 [B, S], 0 for padding, to [B, S, D]. All but the
-    mask are of the compute type.
+    Maps the encoder's `outputs`, [L + 1, B, S, D], and `input_mask`, int32 [B, S], 0 for padding,
+    to [B, S, D] of the outputs' dtype.
     """
-    x = _tagger_features(tagger, features, every)
+    x = _tagger_features(tagger, features, outputs)
     for number, layer in enumerate((tagger.lower, tagger.upper)):
-        site = None if noise is None else noise.at(number)
-        x = layers.dropout(x, site, rate).astype(every.dtype)
+        x = layers.dropout(x, layers.noise_at(noise, number), rate).astype(outputs.dtype)
         x = lstm.run_both(layer, jnp.stack([x, x]), input_mask)
-    return x.astype(every.dtype)
+    return x.astype(outputs.dtype)
 
 
 def require_tagger_layers(model: Model, features: Features, where: str) -> None:
@@ -167,28 +162,28 @@ def require_tagger_layers(model: Model, features: Features, where: str) -> None:
     if features and model.hidden_size % 2:
         raise InputError(
             f"adapt.features={features}: {where} has model.hidden_size={model.hidden_size}, which "
-            "must be even for two directions; remove it"
+            "must be even for two directions; remove adapt.features"
         )
 
 
 # --- trainable parameters -----------------------------------------------------------------------
 
 
-def _low_rank(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
-    """Returns for each layer two matrices whose product is zero (Hu et al. 2021, section 4.1)."""
+def _init_lora(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
+    """Returns initial matrices of all layers, whose product is 0 (Hu et al. 2021, section 4.1)."""
     count, inputs, outputs = kernel.shape
     down = jax.random.normal(key, (count, inputs, rank), jnp.float32) / inputs**0.5
     return {"down": down, "up": jnp.zeros((count, rank, outputs), jnp.float32)}
 
 
-def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
+def merged_params(adapt: Adapt, trainable: Tree, frozen: Tree | None) -> Tree:
     """Returns the parameters of the model: the frozen ones, merged with the trainable ones.
 
-    `fixed` are the base's encoder and the part below the head; None with `full`.
+    `frozen` has the base's encoder and the part below the head; None with `full`.
     """
-    if fixed is None:
+    if frozen is None:
         return trainable
-    params = {**fixed, **{name: tree for name, tree in trainable.items() if name != "lora"}}
+    params = {**frozen, **{name: tree for name, tree in trainable.items() if name != "lora"}}
     if adapt.how == "lora":
         encoder = dict(params["encoder"])
         stacked = dict(encoder["layers"])
@@ -217,7 +212,7 @@ class TaskObjective:
     fresh_parts: tuple[str, ...] = ()  # parts that are untrained in the base
     class_weights: tuple[float, ...] = ()  # of each label in the loss; empty: all equal
 
-    losses: tuple[str, ...] = ("loss",)
+    losses: tuple[str, ...] = ("loss",)  # metrics whose means add up to the loss
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -250,7 +245,7 @@ class TaskObjective:
         return {}
 
     @property
-    def _shape(self) -> tuple[Any, ...]:
+    def _module_args(self) -> tuple[Any, ...]:
         return self.model, self.reads, self.outputs, self.adapt.features
 
     def init_params(self, key: jax.Array) -> Any:
@@ -258,7 +253,7 @@ class TaskObjective:
 
         The caller replaces an encoder among them by the base's.
         """
-        params = params_of(EncoderWithHead(*self._shape, rngs=nnx.Rngs(params=key)))
+        params = params_of(EncoderWithHead(*self._module_args, rngs=nnx.Rngs(params=key)))
         if self.adapt.how == "full":
             return params
         names = ("head", "tagger", *self.fresh_parts)
@@ -266,7 +261,7 @@ class TaskObjective:
         if self.adapt.how == "lora":
             stacked, rank = params["encoder"]["layers"], self.adapt.lora_rank
             trainable["lora"] = {
-                name: _low_rank(stacked[name]["kernel"], rank, jax.random.fold_in(key, number))
+                name: _init_lora(stacked[name]["kernel"], rank, jax.random.fold_in(key, number))
                 for number, name in enumerate(sorted(self.adapt.lora_targets))
             }
         return trainable
@@ -280,27 +275,27 @@ class TaskObjective:
         `segment_ids` and `input_mask` of the batch, int32 [B, S].
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
-        tuned = fill_params(merged_params(self.adapt, params, fixed), EncoderWithHead, *self._shape)
-        ids, outputs = (batch["input_ids"], batch["segment_ids"]), "all" if features else "last"
-        hidden = encode(tuned.encoder, cfg, *ids, batch["input_mask"], noise, loop, outputs)
+        merged, mask = merged_params(self.adapt, params, fixed), batch["input_mask"]
+        module = fill_params(merged, EncoderWithHead, *self._module_args)
+        inputs = batch["input_ids"], batch["segment_ids"], mask
+        hidden = encode(module.encoder, cfg, *inputs, noise, loop, "all" if features else "last")
+        # Dropout keys: the encoder uses the indices up to num_hidden_layers.
         if features:
-            site = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
-            mask = batch["input_mask"]
-            hidden = run_tagger(tuned.tagger, features, hidden, mask, site, rate)
+            tagger_noise = layers.noise_at(noise, cfg.num_hidden_layers + 2)
+            hidden = run_tagger(module.tagger, features, hidden, mask, tagger_noise, rate)
         if self.reads == "pooled" and self.adapt.pooling == "mean":
-            hidden = similarity.pool(hidden, batch["input_mask"], "mean").astype(hidden.dtype)
+            hidden = similarity.pool(hidden, mask, "mean").astype(hidden.dtype)
         elif self.reads == "pooled":
-            hidden = text_vector(cfg, hidden, batch["input_mask"])
+            hidden = text_vector(cfg, hidden, mask)
         part = part_below_head(cfg, self.reads, features)
         if part == "pooler":
             # DistilBERT has no segments and no pooler: its heads have this layer, with ReLU.
             act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
-            hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
+            hidden = act(module.pooler(hidden)).astype(hidden.dtype)
         elif part == "masked_lm":
-            hidden = tuned.masked_lm(hidden)
-        # The layers use the numbers below; the embeddings use num_hidden_layers.
-        site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
-        return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))
+            hidden = module.masked_lm(hidden)
+        head_noise = layers.noise_at(noise, cfg.num_hidden_layers + 1)
+        return module.head(layers.dropout(hidden, head_noise, rate).astype(hidden.dtype))
 
     def predict(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
@@ -309,7 +304,7 @@ class TaskObjective:
         return self.logits(params, fixed, batch, noise, loop)
 
     def compress_output(self, values: np.ndarray) -> Any:
-        """Returns the result of `predict` for one row as `run_rows` keeps it."""
+        """Returns what `run_rows` keeps of the result of `predict` for one row."""
         return values
 
     def forward(
@@ -324,13 +319,13 @@ class TaskObjective:
         if self.learns == "numbers":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
             return {"loss": jnp.stack([errors.sum(), weights.sum()])}
-        if self.learns == "places":
+        if self.learns == "spans":
             logits = jnp.where(batch["input_mask"][..., None] > 0, logits, _PADDING_LOGIT)
             parts = [
                 losses_lib.classification(logits[..., i], batch[name], weights)
                 for i, name in enumerate(("starts", "ends"))
             ]
-            # The mean of both, as in the reference.
+            # The mean of both, as in BERT's run_squad.py.
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
         targets = batch["targets"][::per_example]
@@ -355,5 +350,5 @@ class TaskObjective:
         return weights[:: self.rows_per_example]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the loss sum of some rows, divided by the count of all rows."""
+        """Returns the loss sum of some rows, divided by the number of targets of all rows."""
         return metrics["loss"][0] / counts[0]

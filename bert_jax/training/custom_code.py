@@ -13,7 +13,7 @@ from bert_jax.config import Experiment, Model, code
 from bert_jax.errors import InputError
 from bert_jax.model import heads, layers
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import OwnEncoder, attention_probabilities, encode, encoder_of
+from bert_jax.model.kinds import OwnEncoder, attention_probabilities, encode, encoder_functions
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import sharding
 from bert_jax.training.gradients import row_noise
@@ -61,7 +61,7 @@ def _require_array(value: Any, name: str, shape: tuple[int, ...], dtype: str = "
 
 
 def _trace_encoder(model: Model) -> None:
-    custom = encoder_of(model)
+    custom = encoder_functions(model)
     _require(isinstance(custom, OwnEncoder), model.code.split(":")[1], "must return an OwnEncoder")
     params = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
     b, s, d, count = 2, 8, model.hidden_size, model.num_hidden_layers

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bert_jax.config import Model, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.model.kinds import encoder_of
+from bert_jax.model.kinds import encoder_functions
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import (
     Collectives,
@@ -104,7 +104,7 @@ def optional_rules(model: Model) -> dict[str, Sequence[Rule]]:
 def encoder_rules(model: Model) -> Sequence[Rule]:
     """Returns the rules of an encoder's parameters: by its kind, or those of custom code."""
     if model.code:
-        return encoder_of(model).rules
+        return encoder_functions(model).rules
     missing = () if model.type_vocab_size else (_SEGMENTS,)  # DistilBERT has no segments
     return [rule for rule in ENCODERS[model.kind] if rule not in missing]
 

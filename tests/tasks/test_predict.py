@@ -193,7 +193,7 @@ def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
             assert written.get(name, value) == value, name
     model = TaskModel(open_workdir("run"))
     adapt = model.experiment.adapt
-    merged = task_objective.merged_params(adapt, model.params, model.fixed)
+    merged = task_objective.merged_params(adapt, model.params, model.frozen)
     value = merged["encoder"]["layers"]["value"]["kernel"][0]
     name = "bert.encoder.layer.0.attention.self.value.weight"
     np.testing.assert_array_equal(found["classifier.weight"].T, merged["head"]["kernel"])

@@ -242,7 +242,7 @@ def test_scores_of_labels_have_f1_of_two_alone():
 def test_the_examples_of_each_source_are_a_part_with_its_rows(sources, names):
     kind = ChoiceKind(task("choice"), ("0", "1"), TOKENIZER)
     examples = [sentence("wa", "wb", "wc", label="0") for _ in range(3 * len(sources))]
-    parts = kind.parts(examples, dict.fromkeys(sources, 3))
+    parts = kind.split_by_source(examples, dict.fromkeys(sources, 3))
     assert tuple(part.name for part in parts) == names
     assert [part.first for part in parts] == [0, 6][: len(names)]
     assert all(len(part.rows.ids) == 6 and len(part.examples) == 3 for part in parts)

@@ -18,7 +18,7 @@ from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import probes, similar
-from bert_jax.tasks.adaptation import MeshEncoder, read_base, run_rows
+from bert_jax.tasks.adaptation import OutputReader, read_base, run_rows
 from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.similar import Similar
 from bert_jax.text.tokenizer import WordPiece
@@ -106,7 +106,7 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     mesh = mesh_lib.one_device()
     task = Task(kind="similar", train=(source,), validation=(source,),
                 second_column="b", max_sequence_length=30)  # fmt: skip
-    reader = MeshEncoder(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
+    reader = OutputReader(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
     probe = probes.SimilarityProbe("x", task, None)
     probe.open(reader)
     run = functools.partial(probes.jit_vectors(reader), base.params, None)

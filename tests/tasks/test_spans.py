@@ -268,7 +268,7 @@ def test_a_source_is_scored_with_the_threshold_of_all_sources():
     examples = [question(context, *truth, number=i) for i, truth in enumerate(truths)]
     spans = kind(no_answer="possible")
     rows = spans.rows(examples)
-    parts = spans.parts(examples, {"squad:one.json": 3, "squad:two.json": 2})
+    parts = spans.split_by_source(examples, {"squad:one.json": 3, "squad:two.json": 2})
     found = spans.evaluate(leaning(rows, leads), 0.0, rows, examples, parts)
     assert found["no_answer_threshold"] == 0.0 and found["f1"] == pytest.approx(4 / 5)
     assert (found["f1/one"], found["f1/two"]) == (1.0, 0.5)

@@ -23,7 +23,7 @@ from bert_jax.embeddings.forms import FORMS, TokenSelection
 from bert_jax.errors import InputError
 from bert_jax.model import layers, similarity
 from bert_jax.model.encoder import Loop, fill_params, initializer
-from bert_jax.model.kinds import encoder_of
+from bert_jax.model.kinds import encoder_functions
 from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
 from bert_jax.tasks.rows import TaskRows
 from bert_jax.tasks.similar import encode_texts
@@ -57,7 +57,7 @@ class MultiVectorObjective(RetrieverObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the vectors of the tokens of each row, float32 [B, S, P], of length 1."""
-        encoder = fill_params(params["encoder"], encoder_of(self.model).encoder, self.model)
+        encoder = fill_params(params["encoder"], encoder_functions(self.model).encoder, self.model)
         hidden, _ = encode_texts(encoder, self.model, batch, noise, loop)
         return similarity.project(hidden, params["projection"]["kernel"])
 

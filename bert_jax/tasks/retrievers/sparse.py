@@ -24,7 +24,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, params_of
-from bert_jax.model.kinds import encoder_of
+from bert_jax.model.kinds import encoder_functions
 from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
 from bert_jax.tasks.rows import Batch as HostBatch
 from bert_jax.tasks.rows import TaskBatches, TaskRows
@@ -38,7 +38,7 @@ class EncoderWithMaskedLM(nnx.Module):
     """An encoder, and the head that gives logits of tokens."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
+        self.encoder = encoder_functions(cfg).encoder(cfg, rngs=rngs)
         self.masked_lm = transformer.MaskedLM(cfg, rngs=rngs)
 
 

@@ -334,7 +334,7 @@ def _train(
 def _write_base(run: epath.Path, folder: epath.Path, source: str) -> None:
     """Writes the model of a fine-tuned run as a base."""
     tuned = TaskModel(Workdir(run))
-    params = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
+    params = merged_params(tuned.experiment.adapt, tuned.params, tuned.frozen)
     merged = jax.device_get(params)
     trained = {part: merged[part] for part in ("encoder", "pooler") if part in merged}
     params, fresh = heads.add_missing_heads(tuned.model, trained)
