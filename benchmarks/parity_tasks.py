@@ -167,7 +167,7 @@ def says(tuned: TaskModel) -> dict[str, Any]:
         "kind": task.kind,
         "rows_per_example": rows.rows_per_example,
         "ids": [row.tolist() for row in rows.ids],
-        "first": rows.first.tolist(),
+        "first": rows.first_lengths.tolist(),
         "logits": [values.tolist() for values in outputs],
         "examples": [dataclasses.asdict(example) for example in read],
         "answers": list(tuned.predict(read)),

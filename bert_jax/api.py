@@ -203,7 +203,7 @@ def evaluate(path: Path, checkpoint: str = "newest", tasks: Sequence[Path] = ())
     if tasks:
         loaded = load(path, checkpoint)
         names = [os.fspath(task) for task in tasks]
-        scores = probes.score_probes(probes.Probes(names, pairs=None, where="tasks"), loaded)
+        scores = probes.score_probes(probes.Probes(names, max_pairs=None, where="tasks"), loaded)
         return {"step": loaded.step, **scores}
     run = mirror.open_workdir(path)
     if holds_finetuning(run):

@@ -49,7 +49,7 @@ ABOVE = {
     "pretraining": 1_235,
     "serve": 573,
     "storage": 2_119,
-    "tasks": 5_222,
+    "tasks": 5_221,
     "text": 3_257,
     "tools": 8_805,
     "training": 2_407,

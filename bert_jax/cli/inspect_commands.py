@@ -185,14 +185,14 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         reject_flags_unless_finetuned(run, args)
     from bert_jax.tasks import probes
 
-    tasks = probes.Probes(args.task, pairs=None, where="--task", fields=shared.column_fields(args))
+    columns = shared.column_fields(args)
+    tasks = probes.Probes(args.task, max_pairs=None, where="--task", fields=columns)
     for root, run in runs.items():
         model = load_model(run, args)
         results: dict[str, Any] = probes.score_probes(tasks, model)
         if baselines := probes.retrieval_baselines(tasks, model):
             results["baselines"] = baselines
-        for line in _score_lines(results, f"{root}: " if args.also else ""):
-            print(line)
+        print(*_score_lines(results, f"{root}: " if args.also else ""), sep="\n")
         print(json.dumps({"workdir": root, "step": model.step, **results}))
     return FINISHED
 

@@ -126,7 +126,7 @@ class PretrainingJob(Job):
                 self.probes, experiment, tokenizer, mesh, lambda: self._vectors, metrics
             )
             active = *active, probe_evaluator
-            self.report(f"probes: {self.probes.about}")
+            self.report(f"probes: {self.probes.description}")
         self.training = Training(
             objective=objective,
             optimizer=experiment.optimizer,

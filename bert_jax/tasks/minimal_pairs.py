@@ -6,7 +6,7 @@ rest of the text, are added. For a causal model (`model.direction`) the score is
 the sum of the log probabilities of the tokens, each given the tokens before it. [CLS] and [SEP]
 surround the text and are not counted. Scores are not normalized by length or frequency.
 
-Shape letters: B rows, S sequence, U texts.
+Shape letters: B rows, S sequence, P predictions of a row, U distinct texts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,28 +41,28 @@ class MinimalPairsKind(TaskKind):
     parse_cells = staticmethod(examples_lib.minimal_pair_from_cells)
 
 
-class MinimalPairs:
+class MinimalPairsProbe:
     """A probe that scores a model on the pairs of a task.
 
-    At most `most` pairs are drawn, evenly from the paradigms and the same in every run; None: all.
+    Draws at most `max_pairs` pairs (None: all), evenly from the paradigms, the same in every run.
     """
 
-    majority, labels = 0.5, ()
+    majority, labels = 0.5, ()  # the accuracy of a random choice; there are no labels
 
-    def __init__(self, name: str, task: Task, most: int | None):
+    def __init__(self, name: str, task: Task, max_pairs: int | None):
         self.name, self.task = name, task
         pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
-        self.examples = pairs if most is None else _sample(pairs, most)
+        self.examples = pairs if max_pairs is None else _sample(pairs, max_pairs)
         self.description = f"{len(self.examples)} minimal pairs"
 
     def open(self, reader: OutputReader) -> int:
-        """Tokenizes the texts; returns the number of operations of one evaluation."""
+        """Tokenizes the texts; returns the FLOPs of one evaluation."""
         self._reader, model = reader, reader.model
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
         # Equal texts are scored once, so that their scores are equal to the last bit.
         self._texts: dict[tuple[int, ...], int] = {}
         self._pair_texts = np.array(
-            [[self._number(t, pair.location) for t in pair.texts] for pair in self.examples]
+            [[self._add_text(t, pair.location) for t in pair.texts] for pair in self.examples]
         )
 
         def row_log_probabilities(
@@ -86,7 +86,7 @@ class MinimalPairs:
 
         Returns:
           `accuracy`, in which equally likely texts count half, its standard error `error`, and the
-          number of `pairs`; in `fields` and `paradigms` the same for each of them, by name.
+          number of `pairs`; in `fields` (e.g. syntax) and `paradigms` the same for each, by name.
         """
         likelihoods = self._log_likelihoods(params)
         require_finite(self.name, [likelihoods])
@@ -99,8 +99,8 @@ class MinimalPairs:
             "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.examples]),
         }
 
-    def _number(self, text: str, location: str) -> int:
-        """Returns the number of a text among the distinct texts."""
+    def _add_text(self, text: str, location: str) -> int:
+        """Adds a text to the distinct texts if it is new; returns its number."""
         with prefix_errors(location):
             ids = tuple(self._reader.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
@@ -120,48 +120,48 @@ class MinimalPairs:
         return sums
 
     def _batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Yields batches of rows with one mask each, sorted by length, the longest first.
+        """Yields batches of rows with one masked token each, sorted by length, the longest first.
 
-        For a causal model each text has one row without a mask.
+        For a causal model each text has one row without a masked token.
 
         Yields:
           The text numbers of a batch's rows, and its arrays: the encoder's int32 [B, S];
           `positions` of predictions and their `targets`, int32 [B, P]; float32 `target_weights`, 0
           for no prediction. The last batch is filled up with rows whose `row_weights` are 0.
         """
-        tok, size, texts = self._reader.tokenizer, self._reader.size, list(self._texts)
-        lengths = np.array([len(ids) for ids in texts])
-        ids = [add_special_tokens(tok, list(text), None)[0] for text in texts]
+        tok, size = self._reader.tokenizer, self._reader.size
+        lengths = np.array(list(map(len, self._texts)))
+        ids = [add_special_tokens(tok, list(text), None)[0] for text in self._texts]
         ids = pad_rows(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
         order = np.argsort(-lengths, kind="stable")
         counts = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
-        # The text of each row, and the position of its mask.
+        # The text of each row, and the position of its masked token.
         row_texts = np.repeat(order, counts)
-        masks = 1 + np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        masked = 1 + np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
         for start in range(0, len(row_texts), size):
-            numbers = row_texts[start : start + size]
-            filled = np.resize(np.arange(len(numbers)), size)
-            text, positions = numbers[filled], masks[start:][filled, None]
-            column = np.arange(self._padded_length(lengths[numbers[0]]))
-            batch_ids = ids[text][:, : len(column)]
+            count = min(size, len(row_texts) - start)
+            rows = start + np.resize(np.arange(count), size)  # repeats rows to fill the last batch
+            texts, positions = row_texts[rows], masked[rows, None]
+            column = np.arange(self._padded_length(lengths[texts[0]]))
+            batch_ids = ids[texts][:, : len(column)]
             if self._is_causal:
                 # [CLS] predicts the first token, and so on up to the last; [SEP] is not predicted.
-                is_target = column[:-1] < lengths[text, None]
+                is_target = column[:-1] < lengths[texts, None]
                 positions, targets = column[:-1] * is_target, batch_ids[:, 1:] * is_target
             else:
                 is_target = np.ones_like(positions)
                 targets = np.take_along_axis(batch_ids, positions, axis=1)
                 np.put_along_axis(batch_ids, positions, tok.mask_id, axis=1)
             yield (
-                numbers,
+                texts[:count],
                 {
                     "input_ids": batch_ids,
                     "segment_ids": np.zeros_like(batch_ids),
-                    "input_mask": (column < lengths[text, None] + 2).astype(np.int32),
+                    "input_mask": (column < lengths[texts, None] + 2).astype(np.int32),
                     "positions": positions.astype(np.int32),
                     "targets": targets.astype(np.int32),
                     "target_weights": is_target.astype(np.float32),
-                    "row_weights": (np.arange(size) < len(numbers)).astype(np.float32),
+                    "row_weights": (np.arange(size) < count).astype(np.float32),
                 },
             )
 
@@ -169,9 +169,9 @@ class MinimalPairs:
         return padded_length(tokens + 2, self._limit, _LENGTH_STEP)
 
 
-def score_lines(name: str, answer: dict[str, Any]) -> Iterator[str]:
-    """Yields a table of a result of `MinimalPairs.evaluate`: in total, by field, by paradigm."""
-    rows = [(name, answer), *answer["fields"].items(), *answer["paradigms"].items()]
+def score_lines(name: str, results: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of a table of `MinimalPairsProbe.evaluate`: all, by field, by paradigm."""
+    rows = [(name, results), *results["fields"].items(), *results["paradigms"].items()]
     width = max(len(label) for label, _ in rows)
     for label, scores in rows:
         accuracy, error = (f"{scores[key]:.3f}" for key in ("accuracy", "error"))
@@ -189,8 +189,8 @@ def _accuracy_by_name(right: np.ndarray, names: Sequence[str]) -> dict[str, dict
     return {name: _accuracy(right[named == name]) for name in sorted(set(names))}
 
 
-def _sample(pairs: list[MinimalPair], most: int) -> list[MinimalPair]:
-    """Returns a sample of at most `most` pairs, evenly from the paradigms, in their order."""
+def _sample(pairs: list[MinimalPair], count: int) -> list[MinimalPair]:
+    """Returns a sample of at most `count` pairs, evenly from the paradigms, in their order."""
     counts: dict[str, int] = {}
     rounds = []  # in a random order, the number of each pair within its paradigm
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(pairs))
@@ -198,5 +198,5 @@ def _sample(pairs: list[MinimalPair], most: int) -> list[MinimalPair]:
         name = pairs[i].paradigm
         rounds.append(counts.setdefault(name, 0))
         counts[name] += 1
-    selected = order[np.argsort(rounds, kind="stable")[:most]]
+    selected = order[np.argsort(rounds, kind="stable")[:count]]
     return [pairs[i] for i in np.sort(selected)]

@@ -1,12 +1,12 @@
 """Probes: small tasks that measure an encoder during pre-training.
 
-A loss measures how well a model predicts tokens; a probe, what a linear layer learns from the
-frozen encoder: the class of a text or a pair, from [CLS] and the mean of all tokens, or the tag of
-a word, from its first token (as in Tenney et al. 2019). The linear layer is ridge regression with
-an exact solution, so a probe has no seed or learning rate. Minimal pairs (`minimal_pairs`) and
+A loss measures how well a model predicts tokens. A probe measures what a linear layer learns from
+the frozen encoder: the class of a text or a pair, from [CLS] and the mean of all tokens, or the tag
+of a word, from its first token (as in Tenney et al. 2019). The linear layer is ridge regression
+with an exact solution, so a probe has no seed or learning rate. Minimal pairs (`minimal_pairs`) and
 similarities are probes without training.
 
-Shape letters: B rows, S sequence, D width, N features' rows, F features, C classes.
+Shape letters: B rows, S sequence, D width, N texts or words, F features, C classes.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adaptation import OutputReader, require_finite, run_rows
 from bert_jax.tasks.examples import Example
-from bert_jax.tasks.minimal_pairs import MinimalPairs
+from bert_jax.tasks.minimal_pairs import MinimalPairsProbe
 from bert_jax.tasks.task_kind import make_kind
 from bert_jax.tasks.task_objective import Reads
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 
 # The layers to read: the last, or the embeddings and all layers.
-Outputs = Literal["last", "all"]
+Layers = Literal["last", "all"]
 # Maximum size of a sample: enough to tell 60 % from 65 %, small enough to be scored often.
-_MOST = 1_000
+_SAMPLE_SIZE = 1_000
 # Penalties to select from, as shares of the number of rows; features have a variance of one.
 _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
@@ -52,14 +52,14 @@ _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 class Probe:
     """A task for a linear layer. `open` sets `majority`, the score of the majority baseline."""
 
-    name: str  # of the experiment in its file
+    name: str  # of the task's experiment
     task: Task
     labels: tuple[str, ...]  # the label of each class number
     train: Sequence[Example]
     validation: Sequence[Example]
 
     @classmethod
-    def read(cls, name: str, task: Task, most: int | None) -> "Probe":
+    def read(cls, name: str, task: Task, max_pairs: int | None) -> "Probe":
         """Reads at most 1,000 training and validation examples each."""
         train, validation = draw_examples(task, "train"), draw_examples(task, "validation")
         labels = examples_lib.find_labels(task, [*train, *validation])
@@ -77,68 +77,68 @@ class Probe:
         return f"{self.task.main_score}; {counts}"
 
     def open(self, reader: OutputReader) -> int:
-        """Builds the rows; returns the number of operations of one evaluation."""
+        """Builds the rows for a model; returns the FLOPs of one evaluation."""
         self._reader = reader
-        kind = make_kind(reader.clamp_length(self.task), self.labels, reader.tokenizer)
-        self._kind = kind
-        self._sides = [kind.rows(self.train), kind.rows(self.validation)]
-        self._batches = [reader.batches(side) for side in self._sides]
-        counts = np.bincount(self._sides[0].labels(), minlength=len(self.labels))
-        logits = counts.astype(np.float32)
+        kind = self._kind = make_kind(reader.clamp_length(self.task), self.labels, reader.tokenizer)
+        self._split_rows = [kind.rows(self.train), kind.rows(self.validation)]
+        self._batches = [reader.batches(rows) for rows in self._split_rows]
+        counts = np.bincount(self._split_rows[0].labels(), minlength=len(self.labels))
+        logits = counts.astype(np.float32)  # the same for each prediction: the majority baseline
         outputs = [
             logits if kind.reads == "pooled" else np.tile(logits, (n, 1))
-            for n in self._sides[1].lengths
+            for n in self._split_rows[1].lengths
         ]
         self.majority = self._score(outputs)
         return sum(map(reader.count_flops, self._batches))
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """Returns the main score on the last layer, by its name."""
-        return dict.fromkeys([self.task.main_score], *self.scores(params, "last"))
+        (score,) = self.scores(params, "last")
+        return {self.task.main_score: score}
 
-    def scores(self, params: Any, outputs: Outputs) -> list[float]:
-        """Returns the main score on each layer of `outputs`, the lowest layer first."""
+    def scores(self, params: Any, layers: Layers) -> list[float]:
+        """Returns the main score on each layer of `layers`, the lowest layer first."""
         reader = self._reader
-        program = jit_features(reader, self._kind.reads, outputs)
-        run = functools.partial(program, params, None)
-        # For each row float32 [layers F], or [n, layers F] for its tokens.
+        run = functools.partial(jit_features(reader, self._kind.reads, layers), params, None)
+        # float32 [layers * F] for each row, or [n, layers * F] for its n tokens.
         train, validation = (
-            run_rows(run, batches, side, reader.mesh)
-            for batches, side in zip(self._batches, self._sides, strict=True)
+            run_rows(run, batches, rows, reader.mesh)
+            for batches, rows in zip(self._batches, self._split_rows, strict=True)
         )
         require_finite(self.name, train)
-        count = reader.model.num_hidden_layers + 1 if outputs == "all" else 1
-        train_layers = np.split(self._sides[0].select_targets(train), count, axis=-1)
+        count = reader.model.num_hidden_layers + 1 if layers == "all" else 1
+        train_layers = np.split(self._split_rows[0].select_targets(train), count, axis=-1)
         eval_layers = zip(*(np.split(row, count, axis=-1) for row in validation), strict=True)
-        classes, scores = self._sides[0].labels(), []
+        classes, scores = self._split_rows[0].labels(), []
         for features, held_out in zip(train_layers, eval_layers, strict=True):
-            weights, bias = ridge(features, classes, self._kind.output_count)
+            weights, bias = ridge(features, classes, len(self.labels))
             scores.append(self._score([values @ weights + bias for values in held_out]))
         return scores
 
     def _score(self, outputs: list[np.ndarray]) -> float:
-        scores = self._kind.scores(outputs, self._sides[1], self.validation)
+        scores = self._kind.scores(outputs, self._split_rows[1], self.validation)
         return scores[self.task.main_score]
 
 
 @functools.lru_cache(maxsize=8)
-def jit_features(reader: OutputReader, reads: Reads, outputs: Outputs) -> Callable[..., jax.Array]:
+def jit_features(reader: OutputReader, reads: Reads, layers: Layers) -> Callable[..., jax.Array]:
     """Returns a function that computes the features of rows, compiled once for all probes."""
     model = reader.model
 
     def row_features(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
-        ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-        encoder = heads.merge(model, params).encoder
-        hidden = encode(encoder, model, *ids, mask, noise, loop, outputs)
-        hidden = hidden if outputs == "all" else hidden[None]
+        mask = batch["input_mask"]
+        inputs = batch["input_ids"], batch["segment_ids"], mask
+        hidden = encode(heads.merge(model, params).encoder, model, *inputs, noise, loop, layers)
+        hidden = hidden if layers == "all" else hidden[None]
         hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
         if reads == "pooled":
-            pool = jax.vmap(lambda layer: text_vector(model, layer, batch["input_mask"]))
-            mask = batch["input_mask"].astype(jnp.float32)[..., None]
-            mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
+            pool = jax.vmap(lambda layer: text_vector(model, layer, mask))
+            weights = mask.astype(jnp.float32)[..., None]
+            mean = (hidden * weights).sum(axis=2) / weights.sum(axis=1)
             hidden = jnp.concatenate([pool(hidden), mean], axis=-1)
-        moved = jnp.moveaxis(hidden, 0, -2)
-        return moved.reshape(*moved.shape[:-2], -1)  # [B, layers 2 D], [B, S, layers D]
+        features = jnp.moveaxis(hidden, 0, -2)
+        # [B, layers * 2 D] of pooled texts, or [B, S, layers * D] of tokens.
+        return features.reshape(*features.shape[:-2], -1)
 
     return reader.compile_rows(row_features)
 
@@ -146,19 +146,19 @@ def jit_features(reader: OutputReader, reads: Reads, outputs: Outputs) -> Callab
 class SimilarityProbe:
     """A probe that scores the encoder's text vectors on the validation examples of a task."""
 
-    majority, labels = 0.0, ()
+    majority, labels = 0.0, ()  # there is no majority baseline, and there are no labels
 
-    def __init__(self, name: str, task: Task, most: int | None):
-        self.name, self.task = name, task.with_fields(negative_column="")
+    def __init__(self, name: str, task: Task, max_pairs: int | None):
+        self.name, self.task = name, task.with_fields(negative_column="")  # only for training
         examples = examples_lib.read(self.task, task.validation, "labelled")
         self.examples = cast(list[examples_lib.Sentence | examples_lib.Passage], examples)
         self.description = f"{task.main_score}; {len(examples)} examples to score"
 
     def open(self, reader: OutputReader) -> int:
-        """Builds the rows; returns the number of operations of one evaluation."""
+        """Builds the rows for a model; returns the FLOPs of one evaluation."""
         self._reader, vectors = reader, reader.vectors or TextVectors()
         task = reader.clamp_length(similar.inherit_prompts(self.task, vectors))
-        # Texts are truncated as in `embed`, so that its vectors are scored.
+        # Texts are truncated as in `embed`, to score the vectors that `embed` returns.
         length = min(task.max_sequence_length, vectors.max_length or task.max_sequence_length)
         task = dataclasses.replace(task, max_sequence_length=length)
         self._kind = similar.Similar(task, (), reader.tokenizer)
@@ -184,15 +184,17 @@ class SimilarityProbe:
 @functools.lru_cache(maxsize=8)
 def jit_vectors(reader: OutputReader) -> Callable[..., jax.Array]:
     """Returns a function that computes the vectors of rows, compiled for the devices."""
-    args, vectors = ("labels", "vectors", 0, 1, Adapt()), reader.vectors or TextVectors()
-    objective = similar.SimilarObjective(reader.model, *args, text_vectors=vectors)
+    adapt, vectors = Adapt(), reader.vectors or TextVectors()
+    fields: Any = {"learns": "labels", "reads": "vectors", "outputs": 0, "rows_per_example": 1}
+    objective = similar.SimilarObjective(reader.model, **fields, adapt=adapt, text_vectors=vectors)
     return reader.compile_rows(objective.vectors)
 
 
-# The probe for each kind of task: (name, task, maximum number of minimal pairs) -> probe.
-PROBES: dict[str, Callable[[str, Task, int | None], "Probe | MinimalPairs | SimilarityProbe"]] = {
+AnyProbe = Probe | MinimalPairsProbe | SimilarityProbe
+# The probe of each kind of task: (name, task, `max_pairs`, which only minimal pairs use) -> probe.
+PROBES: dict[str, Callable[[str, Task, int | None], AnyProbe]] = {
     **dict.fromkeys(("classify", "pair", "tag"), Probe.read),
-    "minimal_pairs": MinimalPairs,
+    "minimal_pairs": MinimalPairsProbe,
     "similar": SimilarityProbe,
 }
 
@@ -200,28 +202,28 @@ PROBES: dict[str, Callable[[str, Task, int | None], "Probe | MinimalPairs | Simi
 class Probes:
     """The probes for the tasks of experiment files, from `run.probes` or `--task`.
 
-    At most `pairs` minimal pairs are drawn, or all if it is None. `fields` replaces fields of each
-    task.
+    At most `max_pairs` minimal pairs are drawn, or all if it is None. Messages begin with `where`.
+    `fields` replaces fields of each task.
     """
 
     def __init__(
         self,
         paths: Sequence[str],
-        pairs: int | None = _MOST,
+        max_pairs: int | None = _SAMPLE_SIZE,
         where: str = "run.probes",
         fields: Mapping[str, Any] = types.MappingProxyType({}),
     ):
         self._where = where
-        self.probes: list[Probe | MinimalPairs | SimilarityProbe] = []  # in the order of the files
-        about, digest = list[str](), hashlib.sha256()
+        self.probes: list[AnyProbe] = []  # in the order of the files
+        descriptions, digest = list[str](), hashlib.sha256()
         for path, name, task in read_tasks(paths, tuple(PROBES), where):
             with prefix_errors(f"{where}: {path}"):
-                probe = PROBES[task.kind](name, dataclasses.replace(task, **fields), pairs)
+                probe = PROBES[task.kind](name, dataclasses.replace(task, **fields), max_pairs)
             self.probes.append(probe)
-            about.append(f"{name} ({probe.description})")
+            descriptions.append(f"{name} ({probe.description})")
             digest.update(examples_lib.sha256(probe.examples, probe.labels).encode())
-        # A description of the probes, and a hash of their examples and labels.
-        self.about, self.sha256 = ", ".join(about), digest.hexdigest()
+        self.description = ", ".join(descriptions)
+        self.sha256 = digest.hexdigest()  # of the examples and labels
 
     def open(
         self,
@@ -232,7 +234,7 @@ class Probes:
         size: int,
         vectors: TextVectors | None = None,
     ) -> int:
-        """Opens all probes for an encoder on a mesh; returns the operations of one evaluation.
+        """Opens all probes for an encoder on a mesh; returns the FLOPs of one evaluation.
 
         `size` is the number of rows of a batch; it is rounded up to a multiple of the devices.
         """
@@ -246,49 +248,49 @@ class Probes:
 
         Returns:
           `scores` and `majority` by probe. For probes of these kinds, also `minimal_pairs` with the
-          results of `MinimalPairs.evaluate`, and `similar` with all scores, by probe.
+          results of `MinimalPairsProbe.evaluate`, and `similar` with all scores, by probe.
         """
-        line: dict[str, Any] = {"scores": {}, "majority": {}}
+        results: dict[str, Any] = {"scores": {}, "majority": {}}
         for probe in self.probes:
             with prefix_errors(self._where):
-                answer = probe.evaluate(params)
-            line["scores"][probe.name] = answer[probe.task.main_score]
-            line["majority"][probe.name] = probe.majority
+                scores = probe.evaluate(params)
+            results["scores"][probe.name] = scores[probe.task.main_score]
+            results["majority"][probe.name] = probe.majority
             if probe.task.kind in ("minimal_pairs", "similar"):
-                line.setdefault(probe.task.kind, {})[probe.name] = answer
-        return line
+                results.setdefault(probe.task.kind, {})[probe.name] = scores
+        return results
 
 
 def score_probes(probes: Probes, trained: LoadedModel) -> dict[str, dict[str, Any]]:
     """Returns the scores of probes (`Probes.evaluate`) on a loaded model, on all devices."""
-    needs_head = any(isinstance(probe, MinimalPairs) for probe in probes.probes)
+    needs_head = any(isinstance(probe, MinimalPairsProbe) for probe in probes.probes)
     if needs_head and any(part.startswith("masked_lm") for part in trained.fresh):
         raise InputError(
             f"{trained.name}: its masked LM head is untrained, and minimal pairs need it; import "
             "weights with it"
         )
-    return probes.evaluate(load_probe(probes, trained))
+    return probes.evaluate(open_probes(probes, trained))
 
 
 def retrieval_baselines(
     probes: Probes, trained: LoadedModel
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns all scores of BM25 and of the untrained encoder, by probe that ranks texts.
+    """Returns all scores of BM25 and of the untrained encoder for each probe that ranks texts.
 
-    `probes` have scored the loaded model. BM25 is missing without its library.
+    `score_probes` must have opened the probes for the model. BM25 is missing without its library.
     """
     baselines = {}
     for probe in probes.probes:
         if isinstance(probe, SimilarityProbe) and probe.task.is_scored_by_retrieval:
-            fresh = heads.init_params(trained.model, jax.random.key(0))
+            params = heads.init_params(trained.model, jax.random.key(0))
             mesh = mesh_lib.make_mesh(Parallelism())
             by_name = {"BM25": probe.bm25_scores} if probe.bm25_scores else {}
-            fresh = jax.device_put(fresh, mesh_lib.replicated(mesh))
-            baselines[probe.name] = by_name | {"untrained": probe.evaluate(fresh)}
+            params = jax.device_put(params, mesh_lib.replicated(mesh))
+            baselines[probe.name] = by_name | {"untrained": probe.evaluate(params)}
     return baselines
 
 
-def load_probe(probes: Probes, trained: LoadedModel) -> Any:
+def open_probes(probes: Probes, trained: LoadedModel) -> Any:
     """Opens probes for a loaded model; returns its parameters, replicated on all devices."""
     mesh = mesh_lib.make_mesh(Parallelism())
     setup = Parallelism(), mesh, Run().eval_batch_size, trained.vectors
@@ -329,7 +331,7 @@ def read_tasks(
 ) -> Iterator[tuple[str, str, Task]]:
     """Yields the path, the name and the task of each experiment file.
 
-    Raises InputError, which names the field `where`, for other kinds and for equal names.
+    Raises InputError for other kinds and for equal names; the message begins with `where`.
     """
     names = set[str]()
     for path in paths:
@@ -351,4 +353,4 @@ def draw_examples(task: Task, split: Literal["train", "validation"]) -> list[Exa
     """Returns a random sample of at most 1,000 examples, the same in every run."""
     examples = examples_lib.read(task, getattr(task, split), "labelled")
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(examples))
-    return [examples[i] for i in np.sort(order[:_MOST])]
+    return [examples[i] for i in np.sort(order[:_SAMPLE_SIZE])]

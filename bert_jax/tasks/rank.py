@@ -1,9 +1,9 @@
 """The kind `rank`: sorts texts by how well they answer a query, as a cross-encoder does.
 
 An encoder reads the query and a text together (Nogueira and Cho 2019), and the head gives one
-number for both. This is slower than comparing vectors, and more exact; so it reranks the texts that
-a first stage has found. Losses are those of sentence-transformers: BinaryCrossEntropyLoss, MSELoss,
-and ListNetLoss (Cao et al. 2007).
+number for the pair. This is slower than comparing vectors, and more exact; so it reranks the texts
+that a first stage has found. Losses are those of sentence-transformers: BinaryCrossEntropyLoss,
+MSELoss, and ListNetLoss (Cao et al. 2007).
 
 Shape letters: E examples, K texts of an example, padded to the longest list.
 """
@@ -32,32 +32,31 @@ from bert_jax.tasks.rows import TaskRows
 from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective
 
-# Number of texts of a BEIR folder that BM25 chooses for each query, as BEIR does for
-# cross-encoders.
+# Number of texts of a BEIR folder that BM25 chooses for each query, as in BEIR's reranking.
 _CANDIDATES = 100
 
 
-def ranking_loss(loss: str, outputs: jax.Array, scores: jax.Array, weights: jax.Array) -> jax.Array:
+def ranking_loss(loss: str, logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns (sum, count) of `task.ranking_loss`, float32 [2].
 
     The count is that of lists for `list_net`, else of texts.
 
     Args:
       loss: the value of `task.ranking_loss`.
-      outputs: of the head, float32 [E, K].
-      scores: labels, float32 [E, K]; nan for padding.
-      weights: of the examples, float32 [E]; 0 excludes one.
+      logits: outputs of the head, float32 [E, K].
+      targets: `Candidates.scores`, float32 [E, K]; nan for padding.
+      weights: of the examples, float32 [E]; 0 excludes an example.
     """
-    is_text = jnp.isfinite(scores)
-    if loss == "list_net":  # -1e9, since the target 0 of padding times -inf would be nan
-        target = jax.nn.softmax(jnp.where(is_text, scores, -jnp.inf))
-        losses = -(target * jax.nn.log_softmax(jnp.where(is_text, outputs, -1e9))).sum(axis=1)
+    is_text = jnp.isfinite(targets)
+    if loss == "list_net":  # -1e9, since the probability 0 of padding times -inf would be nan
+        truth = jax.nn.softmax(jnp.where(is_text, targets, -jnp.inf))
+        losses = -(truth * jax.nn.log_softmax(jnp.where(is_text, logits, -1e9))).sum(axis=1)
     else:
-        weights, scores = weights[:, None] * is_text, jnp.where(is_text, scores, 0.0)
+        weights, targets = weights[:, None] * is_text, jnp.where(is_text, targets, 0.0)
         if loss == "mse":
-            losses = jnp.square(outputs - scores)
+            losses = jnp.square(logits - targets)
         else:
-            losses = optax.sigmoid_binary_cross_entropy(outputs, scores)
+            losses = optax.sigmoid_binary_cross_entropy(logits, targets)
     return jnp.stack([(weights * losses).sum(), weights.sum()])
 
 
@@ -72,12 +71,12 @@ class RankObjective(TaskObjective):
 
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
         k = batch["targets"].shape[1]
-        scores, weights = batch["targets"][::k], batch["row_weights"][::k]
-        return {"loss": ranking_loss(self.ranking_loss, logits.reshape(-1, k), scores, weights)}
+        targets, weights = batch["targets"][::k], batch["row_weights"][::k]
+        return {"loss": ranking_loss(self.ranking_loss, logits.reshape(-1, k), targets, weights)}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Counts the texts or, for `list_net`, the lists; they do not depend on logits."""
-        logits = jnp.zeros(batch["targets"].shape[0])
+        """Counts the texts or, for `list_net`, the lists."""
+        logits = jnp.zeros(batch["targets"].shape[0])  # the count is the same for all logits
         return (self.measure(logits, batch)["loss"][1],)
 
 
@@ -86,7 +85,7 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
     lists = zip((task.second_column, task.label_column), [texts[1], *labels], strict=False)
     for column, value in lists:
         if not isinstance(value, list) or not value:
-            raise InputError(f"{location}: column {column!r} must be a list, not empty")
+            raise InputError(f"{location}: column {column!r} must be a non-empty list")
     query = require_text(texts[0], f"column {task.text_column!r}", location)
     candidates = [require_text(text, f"text {i}", location) for i, text in enumerate(texts[1], 1)]
     if not labels:
@@ -150,9 +149,9 @@ class Rank(TaskKind):
     def rows(self, examples: Sequence[Candidates]) -> TaskRows:
         """Returns K rows for each example; too long pairs are truncated as in `SentenceKind.rows`.
 
-        K grows with the longest list that any call has had. `targets` are float32 [rows, K]: for
-        each row the labels of all texts of its example, nan for padding. In `binary_cross_entropy`
-        grades of BEIR above 1 count as 1.
+        K is the length of the longest list so far, in all calls. `targets` are float32 [rows, K]:
+        for each row the scores of all texts of its example, nan for padding. In
+        `binary_cross_entropy` grades of BEIR above 1 count as 1.
         """
         longest = max(len(example.candidates) for example in examples)
         k = self.rows_per_example = max(self.rows_per_example, longest)
@@ -178,16 +177,16 @@ class Rank(TaskKind):
     def example_fields(self, example: Candidates) -> dict[str, Any]:
         return {"query": example.query}
 
-    def example_scores(
+    def predict_scores(
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]
     ) -> Iterator[np.ndarray]:
-        """Yields the scores of the texts of each example, without padding, float32 [texts]."""
+        """Yields predicted scores of the texts of each example without padding, float32 [texts]."""
         logits = np.concatenate(outputs).reshape(len(examples), -1)
         for example, row in zip(examples, logits, strict=True):
             yield row[: len(example.candidates)]
 
-    def format_scores(self, scores: np.ndarray) -> np.ndarray:
-        """Returns scores as `predict` shows them, float64."""
+    def answer_scores(self, scores: np.ndarray) -> np.ndarray:
+        """Returns predicted scores as answers have them, float64."""
         if self.task.ranking_loss == "binary_cross_entropy":
             return 1 / (1 + np.exp(-scores))
         return scores
@@ -199,27 +198,24 @@ class Rank(TaskKind):
         `binary_cross_entropy` as a probability.
         """
         answers = []
-        all_scores = self.example_scores(outputs, rows, examples)
+        all_scores = self.predict_scores(outputs, rows, examples)
         for example, logits in zip(examples, all_scores, strict=True):
-            values = self.format_scores(logits.astype(np.float64))
+            values = self.answer_scores(logits.astype(np.float64))
             order = np.argsort(-logits, kind="stable")
-            answers.append(
-                {
-                    "ranking": [
-                        {"index": int(i), "score": float(values[i]), "text": example.candidates[i]}
-                        for i in order
-                    ]
-                }
-            )
+            ranking = [
+                {"index": int(i), "score": float(values[i]), "text": example.candidates[i]}
+                for i in order
+            ]
+            answers.append({"ranking": ranking})
         return answers
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]) -> Scores:
         """Returns the means over queries; ties are broken against the model."""
         rankings = []
-        all_scores = self.example_scores(outputs, rows, examples)
+        all_scores = self.predict_scores(outputs, rows, examples)
         for example, logits in zip(examples, all_scores, strict=True):
             truth = np.array(example.scores)
-            rankings.append(_scores(example, truth[np.lexsort((truth, -logits))]))
+            rankings.append(_score_ranking(example, truth[np.lexsort((truth, -logits))]))
         return {
             name: float(np.mean([ranking[name] for ranking in rankings]))
             for name in self.task.spec.scores
@@ -232,24 +228,25 @@ class Rank(TaskKind):
         """
         assert example.scores is not None
         order = [text["index"] for text in answer["ranking"]]
-        reciprocal = _scores(example, [example.scores[i] for i in order])["mrr@10"]
+        gains = [example.scores[i] for i in order]
+        reciprocal_rank = _score_ranking(example, gains)["mrr@10"]
         best = example.candidates[int(np.argmax(example.scores))]
-        return ScoredExample([best], [example.candidates[order[0]]], 1 - reciprocal)
+        return ScoredExample([best], [example.candidates[order[0]]], 1 - reciprocal_rank)
 
     def mistake_texts(self, example: Candidates) -> Sequence[str]:
         return (example.query,)
 
     def baseline(self, examples: Sequence[Candidates]) -> tuple[str, float] | None:
-        """Returns the score of the order of BM25, if it has chosen the candidates."""
+        """Returns the score of BM25's order, if BM25 has chosen the candidates."""
         if examples[0].missed is None:
             return None
         main = self.task.main_score
-        values = [_scores(example, example.scores or ())[main] for example in examples]
+        values = [_score_ranking(example, example.scores or ())[main] for example in examples]
         return "BM25", float(np.mean(values))
 
 
-def _scores(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping[str, float]:
-    """Returns the scores of one ranking; `gains` are the labels in the ranked order."""
+def _score_ranking(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping[str, float]:
+    """Returns the metrics of one ranking; `gains` are the texts' true scores in ranked order."""
     relevant = [gain for gain in gains if gain > 0]
     return retrieval.ranking_scores(list(gains), [*relevant, *(example.missed or ())])
 
@@ -257,9 +254,9 @@ def _scores(example: Candidates, gains: Sequence[float] | np.ndarray) -> Mapping
 def rerank(
     model: TaskModel, queries: Sequence[str], hits: Sequence[Sequence[SearchHit]], top: int
 ) -> list[list[SearchHit]]:
-    """Returns the `top` best hits of each query, sorted by a run of task.kind=rank.
+    """Returns the `top` best hits of each query, sorted by a model of task.kind=rank.
 
-    `hits` are those of a first stage for each query.
+    `hits` has for each query those of a first stage.
     """
     examples = [
         Candidates(f"query {number}", query, tuple(hit.text for hit in nearest), None)
@@ -268,7 +265,5 @@ def rerank(
     reranked = []
     for nearest, answer in zip(hits, model.predict(examples), strict=True):
         best = answer["ranking"][:top]
-        reranked.append(
-            [dataclasses.replace(nearest[text["index"]], score=text["score"]) for text in best]
-        )
+        reranked.append([dataclasses.replace(nearest[x["index"]], score=x["score"]) for x in best])
     return reranked

@@ -1,6 +1,6 @@
 """Scores of predictions, in [0, 1] or [-1, 1], higher is better; also warnings about the data.
 
-`f1` is that of label 1. If the positive label does not sort last, set `task.labels` with it second.
+`f1` is the F1 of label 1. If the positive label does not sort last, put it second in `task.labels`.
 
 scikit-learn and SciPy score labels and numbers; sacreBLEU (the [generate] extra) scores generated
 texts. They are imported at first use. Tags are scored by the F1 of entities as in CoNLL; spans as
@@ -44,7 +44,7 @@ def score(name: str, truth: Any, predicted: Any) -> float:
         return float(metrics.accuracy_score(truth, predicted))
     if name == "matthews":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for a single label
+            warnings.simplefilter("ignore")  # of labels that are all equal
             return float(metrics.matthews_corrcoef(truth, predicted))
     labels, average = ([1], "macro") if name == "f1" else (None, name.removesuffix("_f1"))
     options: Any = {"labels": labels, "average": average, "zero_division": 0.0}
@@ -61,7 +61,7 @@ def _correlation(name: str, truth: Any, predicted: Any) -> float:
         return 0.0
     correlate = stats.pearsonr if name == "pearson" else stats.spearmanr
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for nearly constant numbers
+        warnings.simplefilter("ignore")  # of nearly constant numbers
         return float(correlate(truth, predicted).statistic)
 
 
@@ -113,16 +113,17 @@ def entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]
     """
     hits = total = 0
     for true_tags, predicted_tags in zip(truth, predicted, strict=True):
-        true_entities, entities_ = set(entities(true_tags)), set(entities(predicted_tags))
-        hits += len(true_entities & entities_)
-        total += len(true_entities) + len(entities_)
+        true_entities = set(entities(true_tags))
+        predicted_entities = set(entities(predicted_tags))
+        hits += len(true_entities & predicted_entities)
+        total += len(true_entities) + len(predicted_entities)
     return 2 * hits / total if total else 0.0
 
 
 # --- spans --------------------------------------------------------------------------------------
 
 
-def normalized(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Returns an answer in lower case without ASCII punctuation, then without articles.
 
     Words are separated by one blank. Punctuation is removed without leaving a blank: `U.S.` becomes
@@ -137,30 +138,33 @@ def exact_match(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> 
 
     `no_answer` is `never` for the rules of SQuAD 1.1, and `possible` for those of 2.0.
     """
-    return max(float(normalized(predicted) == normalized(a)) for a in _golds(answers, no_answer))
+    return max(
+        float(normalize_answer(predicted) == normalize_answer(a))
+        for a in _references(answers, no_answer)
+    )
 
 
 def answer_f1(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> float:
-    """Returns the F1 of the words of a predicted answer and a reference, the best of all.
+    """Returns the F1 of the words of a predicted answer and of the reference that is most similar.
 
     A repeated word counts as often as both have it. If a normalized text is empty, SQuAD 1.1 counts
     0; SQuAD 2.0 counts 1 if both are empty, else 0. The arguments are those of `exact_match`.
     """
 
     def f1(answer: str) -> float:
-        words = collections.Counter(normalized(predicted).split())
-        true_words = collections.Counter(normalized(answer).split())
+        words = collections.Counter(normalize_answer(predicted).split())
+        true_words = collections.Counter(normalize_answer(answer).split())
         if not words or not true_words:
             return float(no_answer == "possible" and words == true_words)
         return 2 * (words & true_words).total() / (words.total() + true_words.total())
 
-    return max(f1(answer) for answer in _golds(answers, no_answer))
+    return max(f1(answer) for answer in _references(answers, no_answer))
 
 
-def _golds(answers: Sequence[str], no_answer: NoAnswer) -> Sequence[str]:
-    """Returns the right answers. SQuAD 2.0 drops those without words; if none is left, it is ""."""
+def _references(answers: Sequence[str], no_answer: NoAnswer) -> Sequence[str]:
+    """Returns the references. SQuAD 2.0 drops those without words; without any, "" is right."""
     if no_answer == "possible":
-        return [answer for answer in answers if normalized(answer)] or [""]
+        return [answer for answer in answers if normalize_answer(answer)] or [""]
     return answers
 
 
@@ -171,10 +175,10 @@ def span_scores(
 
     `predicted` has the answer to each question by its id, "" for none.
     """
-    golds = [(predicted[q.id], [a.text for a in q.answers], no_answer) for q in questions]
+    arguments = [(predicted[q.id], [a.text for a in q.answers], no_answer) for q in questions]
     return {
-        "f1": float(np.mean([answer_f1(*gold) for gold in golds])),
-        "exact_match": float(np.mean([exact_match(*gold) for gold in golds])),
+        "f1": float(np.mean([answer_f1(*args) for args in arguments])),
+        "exact_match": float(np.mean([exact_match(*args) for args in arguments])),
     }
 
 
@@ -188,8 +192,8 @@ def best_threshold(
     The answer to a question is none if its score for no answer is above the threshold. This is
     best_f1_thresh of the official script, with three differences. Questions with equal scores fall
     on one side of the threshold here; the script may separate them. If it is best to answer no
-    question, the script returns 0, which is right only for probabilities; here the threshold is 0
-    if all scores are positive, else just below the lowest. A predicted answer that is empty when
+    question, the script returns 0, which has this effect only if all scores are positive; otherwise
+    the threshold here is just below the lowest score. A predicted answer that is empty when
     normalized ("the") is right here for a question without answer, as in `answer_f1`, but wrong in
     the script's search.
 
@@ -199,21 +203,17 @@ def best_threshold(
       no_answer_scores: by id, finite; higher if no answer is more likely.
     """
     order = sorted(questions, key=lambda q: no_answer_scores[q.id])
-    levels = np.array([no_answer_scores[q.id] for q in order], np.float64)
-    gains = np.array(
-        [
-            answer_f1(predicted[q.id], [a.text for a in q.answers], "possible") - (not q.has_answer)
-            for q in order
-        ]
-    )
+    sorted_scores = np.array([no_answer_scores[q.id] for q in order], np.float64)
+    f1 = [answer_f1(predicted[q.id], [a.text for a in q.answers], "possible") for q in order]
+    without_answer = np.array([not q.has_answer for q in order], np.float64)
+    gains = np.array(f1) - without_answer  # of answering a question instead of not
     # The possible numbers of answered questions: a threshold cannot separate equal scores.
-    answered = np.flatnonzero(np.append(levels[1:] > levels[:-1], True)) + 1
-    without_answer = float(sum(not q.has_answer for q in order))
-    totals = without_answer + np.append(0.0, np.cumsum(gains)[answered - 1])
+    answered = np.flatnonzero(np.append(sorted_scores[1:] > sorted_scores[:-1], True)) + 1
+    totals = without_answer.sum() + np.append(0.0, np.cumsum(gains)[answered - 1])
     best = int(np.argmax(totals))
     if best:
-        return float(levels[answered[best - 1] - 1])
-    return 0.0 if levels[0] > 0 else float(np.nextafter(levels[0], -np.inf))
+        return float(sorted_scores[answered[best - 1] - 1])
+    return 0.0 if sorted_scores[0] > 0 else float(np.nextafter(sorted_scores[0], -np.inf))
 
 
 # --- the data -----------------------------------------------------------------------------------
@@ -227,11 +227,8 @@ def data_warnings(
 ) -> list[str]:
     """Returns warnings about examples that make scores misleading.
 
-    Args:
-      task: the task of the examples.
-      labels: the names of its labels.
-      examples: labelled ones by split: `validation`, and `train` if the task learns labels.
-      train_keys: `text_key` of each training example.
+    `examples` has the labelled ones by split: `validation`, and `train` if the task learns labels.
+    `train_keys` has the `text_key` of each training example.
     """
     warnings_, held_out = [], examples["validation"]
     if shared := [example for example in held_out if text_key(example) in train_keys]:
@@ -239,18 +236,17 @@ def data_warnings(
             f"{len(shared):,} of {len(held_out):,} validation examples have the text of a training "
             f"example (the first: {shared[0].location}); scores of them say little about new texts"
         )
-    for name, split in (
-        examples.items() if task.spec.implementing_class.duplicates_must_agree else ()
-    ):
-        answers: dict[int, Any] = {}
-        ambiguous: dict[int, str] = {}  # by text, the location of its second answer
+    must_agree = task.spec.implementing_class.duplicates_must_agree
+    for name, split in examples.items() if must_agree else ():
+        truths: dict[int, Any] = {}  # by text, its first label
+        ambiguous: dict[int, str] = {}  # by text, the location of another label
         for example in split:
-            key, answer = text_key(example), example.label_names or example.label
-            if answers.setdefault(key, answer) != answer:
+            key, truth = text_key(example), example.label_names or example.label
+            if truths.setdefault(key, truth) != truth:
                 ambiguous.setdefault(key, example.location)
         if ambiguous:
             warnings_.append(
-                f"{len(ambiguous):,} of {len(answers):,} texts of {name} have several "
+                f"{len(ambiguous):,} of {len(truths):,} texts of {name} have several "
                 f"{'labels' if labels else 'numbers'} (the first: {next(iter(ambiguous.values()))})"
             )
     variants: dict[str, list[str]] = collections.defaultdict(list)
@@ -259,6 +255,7 @@ def data_warnings(
     for names in variants.values():
         if len(names) > 1:
             distinct = {unicodedata.normalize("NFC", name) for name in names}
+            # `ascii` tells apart names that look the same.
             shown = " and ".join(map(ascii if len(distinct) < len(names) else repr, names))
             warnings_.append(
                 f"the labels {shown} differ only in case or in Unicode normalization; if they are "

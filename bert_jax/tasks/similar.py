@@ -55,7 +55,7 @@ def encode_texts(
     Texts may share rows, see `embeddings.packing`.
     """
     ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-    if "tokens" not in batch:
+    if "tokens" not in batch:  # each text has its own row
         return encode(encoder, model, *ids, mask, noise, loop), mask
     packed = Packing(batch["positions"], batch["tokens"], batch["places"])
     return packed.unpack(encode(encoder, model, *ids, packed, noise, loop)), packed.mask
@@ -63,15 +63,15 @@ def encode_texts(
 
 @dataclasses.dataclass(frozen=True)
 class SimilarObjective(TaskObjective):
-    """The `Objective` of vectors, which compares the rows of a batch with each other."""
+    """The `ComparingObjective` of vectors."""
 
-    how: Vectors = dataclasses.field(default_factory=Vectors)  # the settings of the loss
+    settings: Vectors = dataclasses.field(default_factory=Vectors)
     # How a text becomes a vector, for `embed`.
     text_vectors: TextVectors = dataclasses.field(default_factory=TextVectors)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("loss", "accuracy") if self.how.loss == "contrastive" else ("loss",)
+        return ("loss", "accuracy") if self.settings.loss == "contrastive" else ("loss",)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -80,16 +80,16 @@ class SimilarObjective(TaskObjective):
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        head = {"learned": [_SCALE_RULE]}.get(self.how.temperature_is, [])
-        if self.how.projection == "linear":
+        if self.settings.projection == "linear":
             return super().rules
-        return [*(rule for rule in super().rules if rule != HEAD_RULE), *head]
+        scale_rules = [_SCALE_RULE] if self.settings.temperature_is == "learned" else []
+        return [*(rule for rule in super().rules if rule != HEAD_RULE), *scale_rules]
 
     def init_params(self, key: jax.Array) -> Tree:
         params = super().init_params(key)
-        if self.how.temperature_is == "learned":
-            params["head"] = {"scale": -jnp.log(jnp.full([1], self.how.temperature))}
-        elif self.how.projection == "none":
+        if self.settings.temperature_is == "learned":
+            params["head"] = {"scale": -jnp.log(jnp.full([1], self.settings.temperature))}
+        elif self.settings.projection == "none":
             del params["head"]
         return params
 
@@ -114,25 +114,26 @@ class SimilarObjective(TaskObjective):
         loop: Loop,
     ) -> losses_lib.Metrics:
         """Computes the metrics of rows by their vectors, float32 [B, D]."""
-        how, head, axes = self.how, params.get("head", {}), mesh_lib.manual_axes()
-        if how.loss == "distil":
+        settings, head, axes = self.settings, params.get("head", {}), mesh_lib.manual_axes()
+        if settings.loss == "distil":
             if "kernel" in head:
                 vectors = similarity.normalize(vectors @ head["kernel"] + head["bias"])
-            targets, weights = batch["wanted"], batch["row_weights"]
-            sums = similarity.distillation_loss(vectors, targets, weights, how.geometry, axes)
+            targets, weights = batch["teacher_vectors"], batch["row_weights"]
+            sums = similarity.distillation_loss(vectors, targets, weights, settings.geometry, axes)
             return {"loss": sums}
-        scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / how.temperature
+        scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / settings.temperature
         per_example = self.rows_per_example
         keys, weights = batch["keys"].reshape(-1, per_example), batch["row_weights"][::per_example]
         loss, hits = jnp.zeros(2), jnp.zeros(2)
-        for size in how.dimensions or (vectors.shape[1],):
+        # Shortened vectors, as in Matryoshka Representation Learning (Kusupati et al. 2022).
+        for size in settings.dimensions or (vectors.shape[1],):
             texts = Texts(vectors[:, :size].reshape(-1, per_example, size), keys, weights)
-            if how.loss == "cosine":
+            if settings.loss == "cosine":
                 size_loss = similarity.cosine_loss(texts, batch["scores"][::per_example])
             else:
                 size_loss, hits = similarity.contrastive_loss(texts, scale, axes)
             loss = jnp.stack([loss[0] + size_loss[0], size_loss[1]])
-        return {"loss": loss} if how.loss == "cosine" else {"loss": loss, "accuracy": hits}
+        return {"loss": loss} if settings.loss == "cosine" else {"loss": loss, "accuracy": hits}
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
@@ -142,7 +143,7 @@ class SimilarObjective(TaskObjective):
 
 
 class Similar(TaskKind):
-    """The kind of `similar`: a row and a vector for each text.
+    """The kind `similar`: a row and a vector for each text.
 
     `output_count` is the width of the teacher's vectors, 0 without a teacher.
     """
@@ -154,9 +155,9 @@ class Similar(TaskKind):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
         self._prefixes = {"query": task.query_prefix, "document": task.text_prefix}
-        # Tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
+        # Number of tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
         longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
-        self._text_tokens = max(self._limit - 2 - longest, 0)
+        self._text_limit = max(self._limit - 2 - longest, 0)
         self.rows_per_example = len(task.text_columns)
 
     @classmethod
@@ -176,47 +177,51 @@ class Similar(TaskKind):
         tally: examples_lib.Tally,
         teacher: Literal["run", "skip"] = "run",
     ) -> TrainingSet:
-        task, how = inherit_prompts(experiment.task, base.vectors), experiment.vectors
+        task, settings = inherit_prompts(experiment.task, base.vectors), experiment.vectors
         kind = cls(task, (), base.tokenizer)
         format_, _, path = task.train[0].partition(":")
         if format_ == "corpus":
             kind.rows_per_example = 2
-            pairs, sha256 = _read_corpus(kind, experiment, *path.rpartition(":")[::2])
-            return TrainingSet(kind, pairs.total, pairs, None, (), (sha256,))
-        labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
-        if how.loss == "distil":  # only the first text of a pair has a target
+            folder, _, method = path.rpartition(":")
+            pairs, sha256 = _read_corpus(kind, experiment, folder, method)
+            return TrainingSet(kind, pairs.total, pairs, rows=None, examples=(), identity=(sha256,))
+        labelled: examples_lib.Labelled = "labelled" if settings.loss == "cosine" else "unlabelled"
+        if settings.loss == "distil":  # only the first text of a pair has a target
             task = dataclasses.replace(task, second_column="")
         examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
         rows, teacher_sha256 = kind.rows(examples), ""
         kind.rows_per_example = rows.rows_per_example
-        if how.loss == "cosine":
-            rows.row_arrays["scores"] = np.repeat(_scaled(examples, how), rows.rows_per_example)
-        if how.loss == "distil" and teacher == "run":
-            targets = _teacher_vectors(how, examples)
-            rows.row_arrays["wanted"], kind.output_count = targets, targets.shape[1]
+        if settings.loss == "cosine":
+            targets = _scale_scores(examples, settings)
+            rows.row_arrays["scores"] = np.repeat(targets, rows.rows_per_example)
+        if settings.loss == "distil" and teacher == "run":
+            targets = _teacher_vectors(settings.teacher, examples)
+            rows.row_arrays["teacher_vectors"], kind.output_count = targets, targets.shape[1]
             teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
-            if how.projection == "none" and (width := targets.shape[1]) != base.model.hidden_size:
+            if settings.projection == "none" and kind.output_count != base.model.hidden_size:
                 raise InputError(
-                    f"vectors.teacher={how.teacher}: its vectors have {width} numbers, but "
-                    f"the encoder's have {base.model.hidden_size}; set vectors.projection=linear"
+                    f"vectors.teacher={settings.teacher}: its vectors have {kind.output_count} "
+                    f"numbers, the encoder's {base.model.hidden_size}; "
+                    "set vectors.projection=linear"
                 )
         batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
         identity = (examples_lib.sha256(examples, (teacher_sha256,)),)
+        # Without negatives, as the validation pairs with which the keys are compared.
         pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
-        keys = frozenset(map(examples_lib.text_key, pairs))
-        return TrainingSet(kind, len(examples), batches, rows, (), identity, keys)
+        text_keys = frozenset(map(examples_lib.text_key, pairs))
+        return TrainingSet(kind, len(examples), batches, rows, (), identity, text_keys)
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
-        how, inherited = experiment.vectors, base.vectors or TextVectors()
-        require_comparable(how, base.model)
+        settings, inherited = experiment.vectors, base.vectors or TextVectors()
+        require_comparable(settings, base.model)
         vectors = TextVectors(
-            how.pooling or inherited.pooling,
+            settings.pooling or inherited.pooling,
             normalize=True,
             max_length=self.task.max_sequence_length,
             query_prefix=self.task.query_prefix,
             text_prefix=self.task.text_prefix,
         )
-        return {"how": how, "text_vectors": vectors}
+        return {"settings": settings, "text_vectors": vectors}
 
     def rows(self, examples: _Examples) -> TaskRows:
         """Returns a row for each text, with its prefix; long texts are cut at the end.
@@ -231,7 +236,7 @@ class Similar(TaskKind):
                 prefix = self._prefixes[role]
                 row = self.encode(prefix + text, example.location) if prefix else tokens
                 ids.append(add_special_tokens(self.tokenizer, row[: self._limit - 2], None)[0])
-                keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
+                keys.append(zlib.crc32(np.array(tokens[: self._text_limit], np.uint32).tobytes()))
         row_arrays = {"keys": np.array(keys, np.uint32)}
         per_example = len(examples_lib.texts_of(examples[0]))
         return TaskRows(ids, self._limit, row_arrays=row_arrays, rows_per_example=per_example)
@@ -270,14 +275,14 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
     return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
 
 
-def require_comparable(how: Vectors, model: Model) -> None:
+def require_comparable(settings: Vectors, model: Model) -> None:
     """Raises InputError unless an encoder's vectors support these settings."""
-    if how.dimensions and how.dimensions[-1] > model.hidden_size:
+    if settings.dimensions and settings.dimensions[-1] > model.hidden_size:
         raise InputError(
-            f"vectors.dimensions={how.dimensions}: the encoder's vectors have {model.hidden_size} "
-            "numbers; remove the wider ones"
+            f"vectors.dimensions={settings.dimensions}: the encoder's vectors have "
+            f"{model.hidden_size} numbers; remove larger dimensions"
         )
-    if how.pooling == "cls" and model.direction != "both":
+    if settings.pooling == "cls" and model.direction != "both":
         raise InputError(
             f"vectors.pooling=cls: with model.direction={model.direction} the vector of [CLS] "
             "does not depend on the text; use mean or last"
@@ -302,26 +307,25 @@ def inherit_prompts(task: Task, vectors: TextVectors | None) -> Task:
 
 
 def _read_corpus(
-    kind: Similar, experiment: Finetuning, path: str, how: str
+    kind: Similar, experiment: Finetuning, path: str, method: str
 ) -> tuple[CorpusPairs, str]:
     """Returns the pairs of a corpus, and its hash."""
     task, tokenizer, folder = kind.task, kind.tokenizer, epath.Path(path)
-    if how not in get_args(PairMethod):
-        raise InputError(
-            f"task.train: corpus:{path}:{how}: end it in {', '.join(get_args(PairMethod))}"
-        )
+    if method not in get_args(PairMethod):
+        methods = " or ".join(get_args(PairMethod))
+        raise InputError(f"task.train: corpus:{path}:{method}: must end with {methods}")
     prepared = PreparedCorpus.open(folder / "corpus" if (folder / "corpus").exists() else folder)
     if prepared.tokenizer.sha256 != tokenizer.sha256:
         raise InputError(
             f"task.train: corpus:{path}: its vocabulary is not that of the base; prepare the text "
             "with the base's vocabulary"
         )
-    # The tokens of a corpus include the blank before a text.
+    # The tokens of a text in a corpus include the blank before it: prefixes end without one.
     query, text = (tokenizer.encode(x.rstrip()) for x in (task.query_prefix, task.text_prefix))
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
         prepared.ids,
-        cast(PairMethod, how),
+        cast(PairMethod, method),
         (query, text),
         experiment.batch_size,
         task.max_sequence_length,
@@ -330,30 +334,28 @@ def _read_corpus(
     return pairs, prepared.sha256
 
 
-def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
+def _scale_scores(examples: Sequence[Sentence], settings: Vectors) -> np.ndarray:
     """Returns the scores of pairs, scaled to cosines from 0 to 1, float32 [E]."""
-    low, high = how.score_range
+    low, high = settings.score_range
     for example in examples:
         if example.label is None or not low <= float(example.label) <= high:
             raise InputError(
                 f"{example.location}: the score {example.label} is not within "
-                f"vectors.score_range={how.score_range}; correct one of them"
+                f"vectors.score_range={settings.score_range}; correct one of them"
             )
     values = np.array([example.label for example in examples], np.float32)
     return (values - low) / (high - low)
 
 
-def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
+def _teacher_vectors(teacher: str, examples: Sequence[Sentence]) -> np.ndarray:
     """Returns the teacher's vector for the text of each example, float32 [E, W], of length 1.
 
     The teacher reads a text in the same role as the student, with the teacher's own prefix.
     """
-    path = epath.Path(how.teacher)
-    if path.suffix != ".npz":
-        mesh = mesh_lib.make_mesh(Parallelism())
-        embedder = Embedder(
-            LoadedModel.of(mirror.open_workdir(path)), Features(normalize=True), mesh
-        )
+    path = epath.Path(teacher)
+    if path.suffix != ".npz":  # a run or a base
+        model, mesh = LoadedModel.of(mirror.open_workdir(path)), mesh_lib.make_mesh(Parallelism())
+        embedder = Embedder(model, Features(normalize=True), mesh)
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])
@@ -363,10 +365,10 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     ):
         vectors = file["vectors"]
     if vectors.dtype == np.uint8:
-        raise InputError(f"vectors.teacher={how.teacher}: is quantized; embed without --quantize")
+        raise InputError(f"vectors.teacher={teacher}: is quantized; embed without --quantize")
     if len(vectors) != len(examples):
         raise InputError(
-            f"vectors.teacher={how.teacher}: has {len(vectors)} vectors, but there are "
+            f"vectors.teacher={teacher}: has {len(vectors)} vectors, but there are "
             f"{len(examples)} training examples; embed their texts again"
         )
     vectors = vectors.astype(np.float32)

@@ -1,8 +1,8 @@
-"""The kind of `span`: finds the part of a context that answers a question.
+"""The kind `span`: finds the part of a context that answers a question.
 
-As in Devlin et al. 2018, section 4.2, and run_squad.py of the reference, windows cover a long
-context. Each token has a score as the start and as the end of the answer; an answer's score is the
-sum of both. [CLS] means no answer. A start counts only in the window with most context around it.
+As in Devlin et al. 2018, section 4.2, and BERT's run_squad.py, windows cover a long context. Each
+token has a score as the start and as the end of the answer; an answer's score is the sum of both.
+[CLS] means no answer. A start counts only in the window with most context around it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +37,15 @@ class Window(NamedTuple):
     offset: int  # position in the row where the context starts
     # int32 [n, 2], for each token of the context, the character range of its word.
     spans: np.ndarray
-    counts: np.ndarray  # bool [n], whether the token has most context in this window
+    has_most_context: np.ndarray  # bool [n], whether the token has it in this window
 
 
 class SpanTask(TaskKind):
-    """The kind of `span`.
+    """The kind `span`.
 
-    If questions may have no answer, the answer is "" if the score of [CLS] is higher by more than
-    the threshold. Without a threshold `answers` gives the best span, and `scores` searches for the
-    best threshold.
+    If questions may have no answer, the answer is "" if the score of [CLS] exceeds the score of the
+    best span by more than the threshold. Without a threshold `answers` gives the best span, and
+    `scores` searches for the best threshold.
     """
 
     reads, learns, output_count = "tokens", "spans", 2
@@ -66,7 +66,7 @@ class SpanTask(TaskKind):
 
     @staticmethod
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Question:
-        return Question(location, str(number), texts[0], texts[1], (), True)
+        return Question(location, str(number), texts[0], texts[1], answers=(), has_answer=True)
 
     def example_fields(self, example: Question) -> dict[str, Any]:
         return {"id": example.id, "question": example.question}
@@ -80,8 +80,8 @@ class SpanTask(TaskKind):
         threshold = values["no_answer_threshold"]
         if threshold is None:
             logger.warning(
-                "step %d was not evaluated, so it has no threshold for no answer; the answer is "
-                "none wherever that scores highest",
+                "step %d was not evaluated, so it has no threshold for no answer; a question has "
+                "no answer if [CLS] scores higher than every span",
                 values["step"],
             )
         return SpanTask(self.task, self.labels, self.tokenizer, threshold or 0.0)
@@ -97,10 +97,10 @@ class SpanTask(TaskKind):
         """Returns windows. The target of a window without the whole answer is [CLS]."""
         ids, first_lengths, windows, targets = [], [], [], []
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
-        cut = 0
+        truncated_questions = 0
         for number, example in enumerate(examples):
             question = self.encode(example.question, example.location)
-            cut += len(question) > self._longest_question
+            truncated_questions += len(question) > self._longest_question
             question = question[: self._longest_question]
             if example.context not in contexts:
                 with prefix_errors(example.location):
@@ -115,27 +115,29 @@ class SpanTask(TaskKind):
                 row, offset = add_special_tokens(self.tokenizer, question, tokens[start:end])
                 ids.append(row)
                 first_lengths.append(first_segment_length(self.tokenizer, row, offset))
-                counts = best_windows[start:end] == window
-                windows.append(Window(number, offset, spans[start:end], counts))
+                has_most_context = best_windows[start:end] == window
+                windows.append(Window(number, offset, spans[start:end], has_most_context))
                 if answer is not None and start <= answer[0] and answer[1] < end:
                     targets.append([offset + p - start for p in answer])
                 else:
                     targets.append([0, 0])
-        spans = np.array(targets, np.int32)
-        row_arrays = {"starts": spans[:, 0], "ends": spans[:, 1]}
+        starts, ends = np.array(targets, np.int32).T
+        row_arrays = {"starts": starts, "ends": ends}
         limit = self.task.max_sequence_length
-        truncated = {f"questions at task.max_query_length={self.task.max_query_length}": cut}
+        what = f"questions at task.max_query_length={self.task.max_query_length}"
+        truncated = {what: truncated_questions}
         return TaskRows(ids, limit, first_lengths, row_arrays, origins=windows, truncated=truncated)
 
     def count_rows(self, example: Question, limit: int) -> int:
-        question = len(self.encode(example.question, example.location)[: self._longest_question])
-        room, tokens = self._room(question), 0
+        question = self.encode(example.question, example.location)
+        question_length = min(len(question), self._longest_question)
+        room, tokens = self._room(question_length), 0
         with prefix_errors(example.location):
             for _, _, ids in self.tokenizer.words(example.context):
                 tokens += len(ids)
                 if tokens > room + (limit - 1) * min(self.task.document_stride, room):
                     break
-        return len(self._window_starts(tokens, question))
+        return len(self._window_starts(tokens, question_length))
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Question]) -> Answers:
         """Returns the predicted answers of questions.
@@ -144,7 +146,7 @@ class SpanTask(TaskKind):
           For each question its `id`, its `answer`, and in `best` the best answers with their
           `score`; if it may have no answer, `no_answer`, the score of none minus the best score.
         """
-        answers, predicted = [], self._predicted(outputs, rows, examples)
+        answers, predicted = [], self._find_answers(outputs, rows, examples)
         for example, (best, no_answer) in zip(examples, predicted, strict=True):
             answer: Answer = {"id": example.id, "answer": best[0][1]}
             answer["best"] = [{"answer": text, "score": score} for score, text in best]
@@ -157,28 +159,29 @@ class SpanTask(TaskKind):
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Question]) -> Scores:
         """Returns F1 and exact match, and the threshold if questions may have no answer."""
-        predicted = self._predicted(outputs, rows, examples)
+        predicted = self._find_answers(outputs, rows, examples)
         pairs = list(zip(examples, predicted, strict=True))
         answers = {example.id: best[0][1] for example, (best, _) in pairs}
         if self.task.no_answer == "never":
             return scores.span_scores(examples, answers, "never")
         no_answer_scores = {example.id: no_answer for example, (_, no_answer) in pairs}
-        limit = self._threshold
-        if limit is None:
-            limit = scores.best_threshold(examples, answers, no_answer_scores)
-        answers = {i: "" if no_answer_scores[i] > limit else text for i, text in answers.items()}
-        return scores.span_scores(examples, answers, "possible") | {"no_answer_threshold": limit}
+        threshold = self._threshold
+        if threshold is None:
+            threshold = scores.best_threshold(examples, answers, no_answer_scores)
+        answers = {i: "" if no_answer_scores[i] > threshold else a for i, a in answers.items()}
+        by_name = scores.span_scores(examples, answers, "possible")
+        return by_name | {"no_answer_threshold": threshold}
 
     def score_example(self, answer: Answer, example: Question) -> ScoredExample:
         golds = [gold.text for gold in example.answers]
         error = 1 - scores.answer_f1(answer["answer"], golds, self.task.no_answer)
         return ScoredExample([" | ".join(golds)], [answer["answer"]], error)
 
-    def _room(self, question: int) -> int:
-        return self.task.max_sequence_length - question - special_count(self.tokenizer, 2)
+    def _room(self, question_length: int) -> int:
+        return self.task.max_sequence_length - question_length - special_count(self.tokenizer, 2)
 
-    def _window_starts(self, tokens: int, question: int) -> list[int]:
-        room, starts = self._room(question), [0]
+    def _window_starts(self, tokens: int, question_length: int) -> list[int]:
+        room, starts = self._room(question_length), [0]
         while starts[-1] + room < tokens:
             starts.append(starts[-1] + min(self.task.document_stride, room))
         return starts
@@ -192,7 +195,7 @@ class SpanTask(TaskKind):
             spans += [(start, end)] * len(ids)
         return tokens, np.array(spans, np.int32).reshape(-1, 2)
 
-    def _predicted(
+    def _find_answers(
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Question]
     ) -> list[tuple[list[tuple[float, str]], float]]:
         """Returns for each question the (score, text) of its best answers, the best first, and the
@@ -222,7 +225,7 @@ class SpanTask(TaskKind):
         logits = logits[window.offset : window.offset + len(window.spans)]
         order = np.argsort(-logits, axis=0, kind="stable")[:_CANDIDATES]
         starts, ends = order[:, 0], order[:, 1]
-        starts = starts[window.counts[starts]]
+        starts = starts[window.has_most_context[starts]]
         length = ends[None] - starts[:, None]
         fits = (length >= 0) & (length < self.task.max_answer_length)
         a, b = np.nonzero(fits)
@@ -243,11 +246,11 @@ def _answer_tokens(example: Question, spans: np.ndarray) -> tuple[int, int] | No
 
 def _best_windows(tokens: int, starts: list[int], room: int) -> np.ndarray:
     """Returns for each token the window with most context on both sides of it, int64 [tokens]."""
-    most, windows = np.full(tokens, -np.inf), np.zeros(tokens, np.int64)
+    most_context, windows = np.full(tokens, -np.inf), np.zeros(tokens, np.int64)
     for window, start in enumerate(starts):
         end = min(start + room, tokens)
         position = np.arange(start, end)
         context = np.minimum(position - start, end - 1 - position) + _LENGTH_BONUS * (end - start)
-        better = position[context > most[start:end]]
-        most[better], windows[better] = context[better - start], window
+        better = position[context > most_context[start:end]]
+        most_context[better], windows[better] = context[better - start], window
     return windows

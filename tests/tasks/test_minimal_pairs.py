@@ -19,7 +19,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import minimal_pairs, probes
 from bert_jax.tasks.adaptation import OutputReader
 from bert_jax.tasks.examples import MinimalPair
-from bert_jax.tasks.minimal_pairs import MinimalPairs
+from bert_jax.tasks.minimal_pairs import MinimalPairsProbe
 from bert_jax.tasks.rows import pad_rows
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.tools.conformance import golden
@@ -60,7 +60,7 @@ def record(good, bad, paradigm="agreement", field="morphology"):
 def opened(folder, records, model, tokenizer, size=8):
     """The pairs, opened on all devices."""
     file = write_task(folder, records)
-    pairs = MinimalPairs(file.stem, config.load(str(file), Finetuning).task, None)
+    pairs = MinimalPairsProbe(file.stem, config.load(str(file), Finetuning).task, None)
     mesh = mesh_lib.make_mesh(Parallelism())
     assert pairs.open(OutputReader(model, tokenizer, Parallelism(), mesh, size)) > 0
     return pairs, mesh

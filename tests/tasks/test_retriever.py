@@ -141,7 +141,8 @@ def test_losses_of_given_sparse_vectors_equal_those_of_sentence_transformers(los
     vectors = GOLDEN["given"]
     count, texts, width = vectors.shape
     how = SparseVectors(loss=loss, temperature=1.5 if loss[0] == "k" else 1.0, **OWN["sparse"])
-    objective = SparseObjective(kinds.MODEL, "numbers", "masked_lm", 0, texts, Adapt(), how=how)
+    shape = "numbers", "masked_lm", 0, texts, Adapt()
+    objective = SparseObjective(kinds.MODEL, *shape, settings=how)
     batch = {
         "keys": np.arange(1, 1 + count * texts, dtype=np.uint32),
         "row_weights": np.ones(count * texts, np.float32),

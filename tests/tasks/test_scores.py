@@ -107,7 +107,7 @@ def test_seqevals_published_example():
     ],
 )
 def test_texts_are_normalized(text, expected):
-    assert scores.normalized(text) == expected
+    assert scores.normalize_answer(text) == expected
 
 
 GOLDEN = [

@@ -57,10 +57,10 @@ def setting(loss):
         rows.row_arrays["scores"] = np.repeat(rng.uniform(0, 1, 11).astype(np.float32), 2)
     if loss == "distil":
         wanted = rng.normal(size=(11, 6)).astype(np.float32)
-        rows.row_arrays["wanted"] = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+        rows.row_arrays["teacher_vectors"] = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
         kind.output_count = 6
     shape = kind.learns, kind.reads, kind.output_count, kind.rows_per_example
-    return SimilarObjective(kinds.MODEL, *shape, Adapt(), how=LOSSES[loss]), rows
+    return SimilarObjective(kinds.MODEL, *shape, Adapt(), settings=LOSSES[loss]), rows
 
 
 @pytest.mark.long
@@ -329,7 +329,7 @@ def test_a_teacher_s_vectors_are_learned(here):
 def test_scores_of_a_range_become_cosines_from_0_to_1():
     examples = [Sentence(f"a:{score}", ("wa", "wb"), score) for score in (1.0, 2.0, 5.0)]
     how = Vectors(loss="cosine", score_range=(1.0, 5.0))
-    assert similar._scaled(examples, how).tolist() == [0.0, 0.25, 1.0]
+    assert similar._scale_scores(examples, how).tolist() == [0.0, 0.25, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,13 @@ CASES = {
 def test_losses_and_gradients_equal_those_of_sentence_transformers(name):
     vectors, how = GOLDEN[f"{name}_vectors"], CASES[name]
     count, texts, width = vectors.shape
-    objective = SimilarObjective(
-        kinds.MODEL, "labels", "vectors", width * (how.loss == "distil"), texts, Adapt(), how=how
-    )
+    shape = "labels", "vectors", width * (how.loss == "distil"), texts, Adapt()
+    objective = SimilarObjective(kinds.MODEL, *shape, settings=how)
     batch = {
         "keys": np.arange(count * texts, dtype=np.uint32),
         "row_weights": np.ones(count * texts, np.float32),
         "scores": np.repeat(GOLDEN["scores"], texts),
-        "wanted": GOLDEN["taught"],
+        "teacher_vectors": GOLDEN["taught"],
     }
 
     def loss(rows):

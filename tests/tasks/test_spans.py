@@ -80,7 +80,7 @@ def test_two_separators_between_texts_leave_no_piece_out(longest):
     rows = of_two.rows([asked])
     assert of_two.count_rows(asked, 99) == len(rows.ids)
     assert max(map(len, rows.ids)) <= LONGEST
-    counted = np.concatenate([window.spans[window.counts, 0] for window in rows.origins])
+    counted = np.concatenate([window.spans[window.has_most_context, 0] for window in rows.origins])
     assert len(counted) == len(set(counted.tolist())) == 60
 
 
@@ -122,8 +122,8 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_best_windows(pie
     counted = collections.Counter()
     for number, (window, (start, length)) in enumerate(zip(rows.origins, windows, strict=True)):
         expected = [slow_is_max_context(windows, number, start + i) for i in range(length)]
-        assert window.counts.tolist() == expected
-        counted.update(window.spans[window.counts, 0].tolist())
+        assert window.has_most_context.tolist() == expected
+        counted.update(window.spans[window.has_most_context, 0].tolist())
         words = rows.ids[number][window.offset : window.offset + length].tolist()
         assert words == [ids(WORDS[(start + i) % 20])[0] for i in range(length)]
     assert set(counted.values()) <= {1} and len(counted) == pieces

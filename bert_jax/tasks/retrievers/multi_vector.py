@@ -49,7 +49,7 @@ class MultiVectorObjective(RetrieverObjective):
     def init_params(self, key: jax.Array) -> Tree:
         params = super().init_params(key)
         del params["head"]
-        shape = self.model.hidden_size, cast(MultiVectors, self.how).width
+        shape = self.model.hidden_size, cast(MultiVectors, self.settings).width
         kernel = initializer(self.model)(jax.random.fold_in(key, 0), shape, jnp.float32)
         return params | {"projection": {"kernel": kernel}}
 
@@ -65,7 +65,7 @@ class MultiVectorObjective(RetrieverObjective):
         return vectors, batch["token_weights"]
 
     def score_pairs(self, queries: Any, texts: Any) -> jax.Array:
-        length = cast(MultiVectors, self.how).query_length or queries[0].shape[1]
+        length = cast(MultiVectors, self.settings).query_length or queries[0].shape[1]
         # Rows are padded to the longest text, but queries have at most `length` tokens.
         shortened = jax.tree.map(lambda x: x[:, :length], queries)
         return similarity.max_similarities(shortened, texts)
@@ -89,11 +89,11 @@ class MultiVector(Retriever):
 
     @classmethod
     def vectors_of(cls, experiment: Finetuning, base: Base) -> TextVectors:
-        how = experiment.multi_vector
+        settings = experiment.multi_vector
         return dataclasses.replace(
             super().vectors_of(experiment, base),
-            query_length=how.query_length,
-            skipped_tokens=how.skipped_tokens,
+            query_length=settings.query_length,
+            skipped_tokens=settings.skipped_tokens,
         )
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:

@@ -47,13 +47,13 @@ class RetrieverObjective(TaskObjective):
     A batch has 1 + K rows for each example: the query and its texts.
     """
 
-    how: SparseVectors | MultiVectors = dataclasses.field(default_factory=SparseVectors)
+    settings: SparseVectors | MultiVectors = dataclasses.field(default_factory=SparseVectors)
     # How a text becomes a vector, for `embed`.
     text_vectors: TextVectors = dataclasses.field(default_factory=TextVectors)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("loss", "accuracy") if self.how.loss == "contrastive" else ("loss",)
+        return ("loss", "accuracy") if self.settings.loss == "contrastive" else ("loss",)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -88,24 +88,25 @@ class RetrieverObjective(TaskObjective):
         loop: Loop,
     ) -> losses_lib.Metrics:
         """Computes the metrics of rows by their vectors."""
-        how, per_example, axes = self.how, self.rows_per_example, mesh_lib.manual_axes()
+        settings, per_example, axes = self.settings, self.rows_per_example, mesh_lib.manual_axes()
         rows = jax.tree.map(
             lambda x: x.reshape(-1, per_example, *x.shape[1:]), self.comparable(vectors, batch)
         )
         queries = jax.tree.map(lambda x: x[:, 0], rows)
         texts = jax.tree.map(lambda x: x[:, 1:], rows)
         weights = batch["row_weights"][::per_example]
-        if how.loss == "contrastive":
+        loss = settings.loss
+        if loss == "contrastive":
             keys = batch["keys"].reshape(-1, per_example)
             losses, hits = similarity.batch_losses(
-                self.score_pairs, (queries, texts), keys, weights, 1 / how.temperature, axes
+                self.score_pairs, (queries, texts), keys, weights, 1 / settings.temperature, axes
             )
             sums = {"loss": (weights * losses).sum(), "accuracy": (weights * hits).sum()}
             return {name: jnp.stack([x, weights.sum()]) for name, x in sums.items()}
         alone = jax.tree.map(lambda x: x[:, None], queries)
         scores = jax.vmap(self.score_pairs)(alone, texts)[:, 0]
         targets = batch["scores"][::per_example]
-        sums = similarity.score_distillation(how.loss, scores, targets, weights, how.temperature)
+        sums = similarity.score_distillation(loss, scores, targets, weights, settings.temperature)
         return {"loss": sums}
 
     def forward(
@@ -117,7 +118,7 @@ class RetrieverObjective(TaskObjective):
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
         """Counts the queries or, for margin_mse, the texts after the first of each query."""
         weights = batch["row_weights"][:: self.rows_per_example]
-        if self.how.loss == "margin_mse":
+        if self.settings.loss == "margin_mse":
             is_text = jnp.isfinite(batch["scores"][:: self.rows_per_example, 1:])
             weights = weights[:, None] * is_text
         return (weights.sum(),)
@@ -163,9 +164,9 @@ class Retriever(Rank):
         super().__init__(task, labels, tokenizer)
         self.vectors = vectors
         self._prefixes = {"query": vectors.query_prefix, "document": vectors.text_prefix}
-        # Tokens of a text that fit behind the longer prefix.
+        # Number of tokens of a text that fit behind the longer prefix.
         longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
-        self._text_tokens = max(task.max_sequence_length - 2 - longest, 0)
+        self._text_limit = max(task.max_sequence_length - 2 - longest, 0)
 
     @staticmethod
     def parse_passages(passages: Sequence[Passage]) -> Iterator[Any]:
@@ -222,8 +223,8 @@ class Retriever(Rank):
         return TaskBatches(rows, self.tokenizer.pad_id, experiment.batch_size, experiment.seed)
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
-        how = getattr(experiment, self.task.kind)
-        return {"how": how, "text_vectors": self.vectors_of(experiment, base)}
+        settings = getattr(experiment, self.task.kind)
+        return {"settings": settings, "text_vectors": self.vectors_of(experiment, base)}
 
     def row(self, text: str, role: TextRole, location: str) -> np.ndarray:
         """Returns the token ids of a text with its prefix, truncated, int32 [n]."""
@@ -270,14 +271,14 @@ class Retriever(Rank):
 
     def _key(self, text: str, location: str) -> int:
         """Returns a hash of the tokens of a text that fit into a row, at least 1."""
-        tokens = self.encode(text, location)[: self._text_tokens]
+        tokens = self.encode(text, location)[: self._text_limit]
         return max(zlib.crc32(np.array(tokens, np.uint32).tobytes()), 1)
 
     def text_vectors(self, outputs: Outputs, rows: TaskRows) -> Sequence[Any]:
         """Returns the vectors of each row, for `VectorForm.stack`."""
         return outputs
 
-    def example_scores(
+    def predict_scores(
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]
     ) -> Iterator[np.ndarray]:
         vectors, count = self.text_vectors(outputs, rows), rows.rows_per_example
@@ -286,7 +287,7 @@ class Retriever(Rank):
             texts = vectors[first + 1 : first + 1 + len(example.candidates)]
             yield self.form.score(self.form.stack([vectors[first]]), self.form.stack(texts))[0]
 
-    def format_scores(self, scores: np.ndarray) -> np.ndarray:
+    def answer_scores(self, scores: np.ndarray) -> np.ndarray:
         return scores
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:

@@ -83,11 +83,11 @@ class SparseObjective(RetrieverObjective):
         loop: Loop,
     ) -> losses_lib.Metrics:
         metrics = super().compare(vectors, params, fixed, batch, noise, loop)
-        how, per_example = cast(SparseVectors, self.how), self.rows_per_example
+        settings, per_example = cast(SparseVectors, self.settings), self.rows_per_example
         axes = mesh_lib.manual_axes()
         weights = (batch["row_weights"] * (batch["keys"] > 0)).reshape(-1, per_example)
         grouped = vectors.reshape(*weights.shape, -1)
-        parts = (how.query_penalty, slice(0, 1)), (how.document_penalty, slice(1, None))
+        parts = (settings.query_penalty, slice(0, 1)), (settings.document_penalty, slice(1, None))
         penalty = sum(
             weight
             * similarity.flops_penalty(
