@@ -101,7 +101,7 @@ class Base:
     fresh: tuple[str, ...] = ()
     moments: Moments | None = None  # initial moments of a run; None: zeros
     sha256: str = ""  # of the weights, and of the moments if there are any; "" before `write`
-    vectors: TextVectors | None = None  # None: the source does not tell
+    vectors: TextVectors | None = None  # settings of vectors; None: the source has none
     head: Head | None = None  # None: the source was not fine-tuned for a task
 
 

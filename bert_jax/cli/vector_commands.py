@@ -275,7 +275,7 @@ def mine(args: argparse.Namespace) -> int:
     corpus = [text for _, text in lines if text.strip()]
     stage = bm25.all_scores
     if run is not None:
-        stage = negatives.dense_first_stage(_load_embedder(run, args, True)[1])
+        stage = negatives.vector_first_stage(_load_embedder(run, args, True)[1])
     limits = negatives.MiningLimits(args.negatives, args.skip, args.depth, args.margin)
     summary = negatives.write(negatives.mine(pairs, corpus, stage, limits), epath.Path(args.out))
     print_now(f"{printable(args.out)}: {summary}")

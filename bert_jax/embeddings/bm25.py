@@ -16,7 +16,7 @@ import numpy as np
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.errors import InputError
 
-REMEDY = "BM25 needs bm25s, which is not installed: pip install 'bert-jax[bm25]'"
+MISSING_MESSAGE = "BM25 needs bm25s, which is not installed: pip install 'bert-jax[bm25]'"
 
 _WORD = re.compile(r"\w\w+")
 
@@ -50,17 +50,17 @@ def nearest(
 def all_scores(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndarray]:
     """Yields for each query the score of each text, float32 [texts], at least 0."""
     if not is_installed():
-        raise InputError(REMEDY)
+        raise InputError(MISSING_MESSAGE)
     import bm25s
 
     index, words = bm25s.BM25(), list(map(_words, texts))
-    no_scores = np.zeros(len(texts), np.float32)
+    zeros = np.zeros(len(texts), np.float32)
     if any(words):  # bm25s cannot index texts without words
         index.index(words, show_progress=False)
     vocabulary = index.vocab_dict if any(words) else {}
     for query in queries:
         known = [word for word in _words(query) if word in vocabulary]
-        yield index.get_scores(known) if known else no_scores
+        yield index.get_scores(known) if known else zeros
 
 
 def _words(text: str) -> list[str]:

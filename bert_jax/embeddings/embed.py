@@ -26,7 +26,7 @@ from bert_jax.embeddings import embedding_program, packing, vector_files
 from bert_jax.embeddings.embedding_program import Features
 from bert_jax.embeddings.forms import FORMS, TokenSelection, TokenVectors
 from bert_jax.embeddings.quantized import (
-    SAMPLE,
+    SAMPLE_VECTORS,
     Quantize,
     dtype_and_width,
     quantize_vectors,
@@ -36,29 +36,28 @@ from bert_jax.errors import InputError, pluralize, prefix_errors
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 
-# The role of a text in search. Most encoders have the same vectors for both roles. The texts of
-# `prompted` begin with their prompt already.
+# The role of a text in search. Most encoders have the same vectors for both roles. `prompted` texts
+# already begin with a prompt.
 TextRole = Literal["document", "query"]
 Role = TextRole | Literal["prompted"]
 
-# Limits of a window: its texts and their characters; limit of the vectors in memory: their bytes.
-_TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
+# Limits of a window, and of the vectors in memory.
+_WINDOW_TEXTS, _WINDOW_CHARACTERS, _VECTOR_BYTES = 8_192, 2**24, 2**28
 # Default tokens of a row: the results of a layer for 512 tokens stay in a CPU's caches; other
 # devices are faster with more.
-_CPU_TOKENS, _OTHER_TOKENS, _MAX_TOKENS = 512, 16_384, 2**20
-_SECONDS_BETWEEN_LINES = 30.0
+_CPU_ROW_TOKENS, _OTHER_ROW_TOKENS, _MAX_ROW_TOKENS = 512, 16_384, 2**20
+_SECONDS_BETWEEN_REPORTS = 30.0
 
-
-# A text with its location for error messages before it.
-Line = tuple[str, str]
+# The location of a line, for error messages, and its text.
+TextLine = tuple[str, str]
 
 
 @dataclasses.dataclass
 class Embedded:
     """The vectors of consecutive texts."""
 
-    # They have the form `Embedder.form`; dense ones are float32 [texts, W], with pooling `tokens`
-    # [tokens, W], text after text.
+    # In the form `Embedder.form`. Dense vectors are float32 [texts, W]; with pooling `tokens` they
+    # are [tokens of all texts, W].
     vectors: Any
     pieces: list[list[str]] | None  # the tokens of each text, if each has a vector; else None
     lengths: np.ndarray  # int64 [texts], encoded tokens including [CLS] and [SEP]
@@ -68,7 +67,7 @@ class Embedder:
     """An encoder, replicated on each device of a mesh; texts are sharded over the devices.
 
     Args:
-      max_length: tokens at which a text is truncated; 0: as the run or base has it, else the
+      max_length: tokens at which a text is truncated; 0: the setting of the run or base, or the
         number of positions of the model.
       batch_tokens: tokens of a row, at least `max_length`; 0: 512 on a CPU, 16,384 elsewhere.
     """
@@ -102,8 +101,8 @@ class Embedder:
             raise InputError(
                 f"--max-length {max_length}: must be from 3 to the model's {positions}"
             )
-        if not 0 <= batch_tokens <= _MAX_TOKENS:
-            raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MAX_TOKENS}")
+        if not 0 <= batch_tokens <= _MAX_ROW_TOKENS:
+            raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MAX_ROW_TOKENS}")
         if pooling == "cls" and model.direction != "both":
             raise InputError(
                 "--pooling cls: with model.direction=left_to_right [CLS] attends to no other "
@@ -126,24 +125,24 @@ class Embedder:
         self.prefixes = {"document": document, "query": query, "prompted": ""}
         # Maximum number of tokens of a text, including [CLS] and [SEP].
         self.max_length = max_length or defaults.max_length or positions
-        self.texts = self.cut = 0  # texts embedded so far, and how many of them were truncated
+        self.texts = self.truncated_texts = 0  # numbers of texts embedded, and truncated, so far
         self.unknown = UnknownShare(base.tokenizer)  # share of unknown tokens in them
         self._mesh, self._tokenizer = mesh, base.tokenizer
-        default = _CPU_TOKENS if on_cpu else _OTHER_TOKENS
+        default = _CPU_ROW_TOKENS if on_cpu else _OTHER_ROW_TOKENS
         self._row_tokens = max(batch_tokens or default, self.max_length)
         depth = max(*layers, 1)
         params = embedding_program.truncate_layers(depth, base.params)
         self._params = jax.device_put(params, mesh_lib.replicated(mesh))
         form = self.form_name
-        self._run = embedding_program.build(model, depth, self.features, layers, form, mesh)
+        self._program = embedding_program.build(model, depth, self.features, layers, form, mesh)
         # One thread for each batch. CPU cores that share a row wait for each other at every
-        # operation; one row for each core, and one more, is a quarter faster.
+        # operation; a row for each core, and one more, are a quarter faster than that.
         cores, shards = system.cores(), mesh_lib.batch_shards(mesh)
         self._concurrent_batches = -(-cores // shards) + 1 if on_cpu else 2
 
     @property
-    def longest_token(self) -> int:
-        """Characters of the longest token in the vocabulary; 0 unless pooling is `tokens`."""
+    def token_length(self) -> int:
+        """Maximum number of characters of a token; 0 unless pooling is `tokens`."""
         if self.features.pooling != "tokens":
             return 0
         return max(len(self._tokenizer.token(i)) for i in range(self._tokenizer.size))
@@ -153,38 +152,38 @@ class Embedder:
         lines = ((f"text {number}", text) for number, text in enumerate(texts, 1))
         return self.embed_lines(lines, role)
 
-    def embed_lines(self, lines: Iterable[Line], role: Role = "document") -> Iterator[Embedded]:
+    def embed_lines(self, lines: Iterable[TextLine], role: Role = "document") -> Iterator[Embedded]:
         """Yields what `embed` yields, for texts with locations."""
-        with ThreadPoolExecutor(1) as tokenizer:  # tokenizes the next window while devices compute
+        with ThreadPoolExecutor(1) as thread:  # tokenizes the next window while devices compute
             pending = None
             for window in _windows(lines):
-                pending, done = tokenizer.submit(self._encode, window, role), pending
-                if done is not None:
-                    yield from self._embed_ids(done.result(), role)
+                pending, previous = thread.submit(self._tokenize, window, role), pending
+                if previous is not None:
+                    yield from self._embed_ids(previous.result(), role)
             if pending is not None:
                 yield from self._embed_ids(pending.result(), role)
 
-    def passages(self, text: str) -> list[str]:
+    def split_text(self, text: str) -> list[str]:
         """Splits a long text between words into parts of similar length that need no truncation."""
         room = max(self.max_length - 2 - len(self._tokenizer.encode(self.prefixes["document"])), 1)
         if len(text.encode()) <= room:  # a token has at least one byte of the text
             return [text]
         words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
         total = sum(count for _, count in words)
-        share = total / max(-(-total // room), 1)
-        starts, tokens, done = [0], 0, 0
+        target = total / max(-(-total // room), 1)  # tokens of a passage
+        starts, tokens, preceding = [0], 0, 0
         for start, count in words:
-            if tokens and (tokens + count > room or done >= share * len(starts)):
+            if tokens and (tokens + count > room or preceding >= target * len(starts)):
                 starts.append(start)
                 tokens = 0
-            tokens, done = tokens + count, done + count
+            tokens, preceding = tokens + count, preceding + count
         return [text[a:b].strip() for a, b in itertools.pairwise([*starts, len(text)])]
 
     def warm(self) -> None:
         """Compiles the programs for texts of all lengths."""
-        for length in packing.program_lengths(self.max_length):
+        for length in packing.list_slot_tokens(self.max_length):
             ids = np.full(length, self._tokenizer.cls_id, np.int32)
-            for texts in ([ids], [ids, ids[:2]]):
+            for texts in ([ids], [ids, ids[:2]]):  # a single text has a short row
                 # Room for one vector for each text, or for each token.
                 chosen = [np.arange(len(ids)) for ids in texts]
                 offsets = np.array([0, length, length + 2])
@@ -192,7 +191,7 @@ class Embedder:
                     texts, chosen, offsets, np.empty((length + 2, self.width), np.float32)
                 )
 
-    def _encode(self, lines: Sequence[Line], role: Role) -> list[np.ndarray]:
+    def _tokenize(self, lines: Sequence[TextLine], role: Role) -> list[np.ndarray]:
         """Returns the token ids of texts with [CLS], the role's prefix and [SEP].
 
         Texts are not truncated, except for queries of a fixed number of tokens.
@@ -204,7 +203,7 @@ class Embedder:
                 ids.append(np.array([tok.cls_id, *tok.encode(prefix + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
         if self.form_name == "multi_vector" and role == "query":
-            return list(map(self._selection.fit_query, ids))
+            return list(map(self._selection.resize_query, ids))
         return ids
 
     def _select_tokens(self, ids: np.ndarray, role: Role) -> np.ndarray:
@@ -214,37 +213,37 @@ class Embedder:
         return np.arange(1, len(ids) - 1)
 
     def _embed_ids(self, texts: list[np.ndarray], role: Role) -> Iterator[Embedded]:
-        """Truncates texts and yields their vectors, at most about `_BYTES` at a time."""
+        """Truncates texts and yields their vectors, at most about `_VECTOR_BYTES` at once."""
         limit = self.max_length
-        cut = [ids if len(ids) <= limit else np.append(ids[: limit - 1], ids[-1:]) for ids in texts]
-        rows, chosen = np.ones(len(cut), np.int64), list[np.ndarray]()  # vectors of each text
+        short = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1:]) for x in texts]
+        vector_counts, chosen = np.ones(len(texts), np.int64), list[np.ndarray]()
         if self.features.pooling == "tokens":
-            chosen = [self._select_tokens(ids, role) for ids in cut]
-            rows = np.array([len(tokens) for tokens in chosen])
-        part = np.cumsum(rows) * self.width * 4 // _BYTES
-        for start, end in _ranges(part):
-            offsets = np.cumsum([0, *rows[start:end]])
+            chosen = [self._select_tokens(ids, role) for ids in short]
+            vector_counts = np.array([len(tokens) for tokens in chosen])
+        part_numbers = np.cumsum(vector_counts) * self.width * 4 // _VECTOR_BYTES
+        for start, end in _ranges(part_numbers):
+            offsets = np.cumsum([0, *vector_counts[start:end]])
             vectors = np.empty((offsets[-1], self.width), np.float32)
-            self._compute(cut[start:end], chosen[start:end], offsets, vectors)
+            self._compute(short[start:end], chosen[start:end], offsets, vectors)
             if not np.isfinite(vectors).all():
                 raise InputError(
                     f"texts {self.texts + 1} to {self.texts + end - start}: the model computes "
                     "numbers that are not finite; use another checkpoint"
                 )
             self.texts += end - start
-            self.cut += sum(len(ids) > self.max_length for ids in texts[start:end])
+            self.truncated_texts += sum(len(ids) > self.max_length for ids in texts[start:end])
             pieces = None
             if self.features.pooling == "tokens":
-                piece = self._tokenizer.token
-                selected = zip(cut[start:end], chosen[start:end], strict=True)
-                pieces = [[piece(i) for i in ids[tokens].tolist()] for ids, tokens in selected]
-            lengths = np.array([len(ids) for ids in cut[start:end]])
-            shaped: Any = vectors
+                token = self._tokenizer.token
+                selected = zip(short[start:end], chosen[start:end], strict=True)
+                pieces = [[token(i) for i in ids[tokens].tolist()] for ids, tokens in selected]
+            lengths = np.array([len(ids) for ids in short[start:end]])
+            form_vectors: Any = vectors
             if self.form_name == "sparse":
-                shaped = csr_array(vectors)
+                form_vectors = csr_array(vectors)
             elif self.form_name == "multi_vector":
-                shaped = TokenVectors(vectors, rows[start:end])
-            yield Embedded(shaped, pieces, lengths)
+                form_vectors = TokenVectors(vectors, vector_counts[start:end])
+            yield Embedded(form_vectors, pieces, lengths)
 
     def _compute(
         self,
@@ -261,7 +260,7 @@ class Embedder:
         sharding = mesh_lib.batch_sharding(self._mesh)
         row_tokens = self._row_tokens
         if len(texts) == 1:  # a single text is answered sooner in a short row
-            row_tokens, _ = packing.slot_lengths(lengths[0], self.max_length)
+            row_tokens, _ = packing.choose_slot_tokens(lengths[0], self.max_length)
 
         def fill(batch: tuple[int, int, list[packing.Row]]) -> None:
             slot_tokens, slots, rows = batch
@@ -269,7 +268,7 @@ class Embedder:
             packed = [packing.pack([texts[i] for i in row], *shape) for row in rows]
             arrays = {name: np.stack([row[name] for row in packed]) for name in packed[0]}
             with mesh_lib.translate_memory_errors("use a smaller --batch-tokens or --max-length"):
-                outputs = np.asarray(self._run(self._params, jax.device_put(arrays, sharding)))
+                outputs = np.asarray(self._program(self._params, jax.device_put(arrays, sharding)))
             for row, output in zip(rows, outputs, strict=True):
                 start = 0
                 for slot, i in enumerate(row):
@@ -288,7 +287,7 @@ class Embedder:
 
 def write(
     embedder: Embedder,
-    lines: Iterable[Line],
+    lines: Iterable[TextLine],
     path: epath.Path,
     report: Callable[[str], None],
     role: Role = "document",
@@ -305,8 +304,8 @@ def write(
         for part in embedder.embed_lines(lines, role):
             add(part)
             if quantize != "none":
-                sample = np.concatenate([sample, part.vectors[: SAMPLE - len(sample)]])
-            if time.monotonic() - reported > _SECONDS_BETWEEN_LINES:
+                sample = np.concatenate([sample, part.vectors[: SAMPLE_VECTORS - len(sample)]])
+            if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 report(
                     f"{embedder.texts} texts, {embedder.texts / (reported - start):.0f} a second"
@@ -324,7 +323,7 @@ def write(
         )
     if warning := embedder.unknown.warning("the text"):
         report(warning)
-    if count := embedder.cut:
+    if count := embedder.truncated_texts:
         report(f"truncated to {embedder.max_length} tokens: {count} of {embedder.texts} texts")
 
 
@@ -338,33 +337,30 @@ def _open_sink(
             yield lambda part: add_sparse(part.vectors)
         return
     dtype, width = dtype_and_width(quantize, embedder.width)
-    with vector_files.open_writer(path, width, embedder.longest_token, dtype) as add:
+    with vector_files.open_writer(path, width, embedder.token_length, dtype) as add:
         if embedder.form_name == "multi_vector":
             yield lambda part: add(part.vectors.vectors, part.pieces)
         else:
             yield lambda part: add(quantize_vectors(part.vectors, quantize), part.pieces)
 
 
-# --- on the host --------------------------------------------------------------------------------
-
-
-def _windows(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    window: list[Line] = []
+def _windows(lines: Iterable[TextLine]) -> Iterator[list[TextLine]]:
+    window: list[TextLine] = []
     characters = 0
     for line in lines:
         window.append(line)
         characters += len(line[1])
-        if len(window) == _TEXTS or characters >= _CHARACTERS:
+        if len(window) == _WINDOW_TEXTS or characters >= _WINDOW_CHARACTERS:
             yield window
             window, characters = [], 0
     if window:
         yield window
 
 
-def _ranges(part: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields the start and end of each run of equal numbers."""
-    cuts = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
-    yield from itertools.pairwise(cuts)
+def _ranges(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields the start and the end of each range of equal numbers."""
+    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    yield from itertools.pairwise(bounds)
 
 
 def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:

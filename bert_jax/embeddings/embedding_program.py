@@ -23,15 +23,15 @@ from bert_jax.training import mesh as mesh_lib
 class Features:
     """The hidden states that become vectors, and how they are pooled."""
 
-    # `mean`: of all tokens including [CLS] and [SEP], as sentence-transformers pools; `cls`: the
+    # `mean`: the mean of all tokens with [CLS] and [SEP], as in sentence-transformers; `cls`: the
     # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each
-    # token, without [CLS] and [SEP]; None: as the run or base has it, else `mean`.
+    # token, without [CLS] and [SEP]; None: the setting of the run or base, or `mean`.
     pooling: Literal["mean", "cls", "last", "tokens"] | None = None
     # 0 is the embeddings, 1 the first layer; negative numbers count from the last layer, -1.
     layers: tuple[int, ...] = (-1,)
     # Concatenates the vectors of several layers, or averages them.
     combine: Literal["concat", "mean"] = "concat"
-    # Whether vectors are scaled to length 1; None: as the run or base has it.
+    # Whether vectors are scaled to length 1; None: `Embedder` takes the setting of the run or base.
     normalize: bool | None = None
     # Keeps only the first numbers of a vector, before scaling (Kusupati et al. 2022); 0: all.
     dimensions: int = 0
@@ -52,19 +52,20 @@ def build(
     form: str,
     mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
-    """Compiles packed rows -> float32 [rows, N, W]; with pooling `tokens`, [rows, S, W]."""
+    """Returns the compiled program: packed rows -> float32 [rows, N, W]; `tokens`: [rows, S, W]."""
     refusal = cudnn_attention.refusal(model, mesh.devices.flat[0], Parallelism())
-    loop = Loop(cudnn=refusal is None)
+    loop = Loop(cudnn=refusal is None)  # settings of the loop over layers
 
     def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: each shard has one row
-        rows = Packing(batch["positions"], batch["tokens"][0], batch["places"])
+        packing = Packing(batch["positions"], batch["row_indices"][0], batch["slot_indices"])
         merged = heads.merge(model, params)
-        inputs = merged.encoder, model, ids, jnp.zeros_like(ids), rows, None, loop
+        # All tokens are in segment 0, and there is no dropout.
+        inputs = merged.encoder, model, ids, jnp.zeros_like(ids), packing, None, loop
         if form == "sparse":
-            hidden = rows.unpack(encode(*inputs))
+            hidden = packing.unpack(encode(*inputs))
             logits = heads.token_logits(merged, model, hidden)
-            return similarity.pool_logits(logits, rows.mask)[None, :, : model.vocab_size]
+            return similarity.pool_logits(logits, packing.mask)[None, :, : model.vocab_size]
         if form == "multi_vector":
             return similarity.project(encode(*inputs), params["projection"]["kernel"])
         if layers == (depth,):
@@ -77,7 +78,7 @@ def build(
             combined = jnp.concatenate(states, -1)
         else:
             combined = sum(states[1:], states[0]) / len(states)
-        vectors = _pool(combined, rows, features.pooling or "mean")
+        vectors = _pool(combined, packing, features.pooling or "mean")
         if features.dimensions:
             vectors = vectors[..., : features.dimensions]
         if features.normalize:
@@ -90,15 +91,15 @@ def build(
     return jax.jit(jax.shard_map(embed_shard, mesh=mesh, **specs, check_vma=False))
 
 
-def _pool(hidden: jax.Array, rows: Packing, pooling: str) -> jax.Array:
+def _pool(hidden: jax.Array, packing: Packing, pooling: str) -> jax.Array:
     """Pools the tokens of each text: [1, S, W] -> [1, N, W]; `tokens` returns `hidden`."""
     if pooling == "tokens":
         return hidden
     if pooling == "cls":
-        first = rows.row_indices[:, 0]
+        first = packing.row_indices[:, 0]
         return jnp.take(hidden, first, axis=1, mode="fill", fill_value=0)
-    counts = jnp.maximum(rows.mask.sum(axis=1), 1)  # an empty slot has no token
+    counts = jnp.maximum(packing.mask.sum(axis=1), 1)  # an empty slot has no token
     if pooling == "last":
-        last = jnp.take_along_axis(rows.row_indices, counts[:, None] - 1, axis=1)[:, 0]
+        last = jnp.take_along_axis(packing.row_indices, counts[:, None] - 1, axis=1)[:, 0]
         return jnp.take(hidden, last, axis=1, mode="fill", fill_value=0)
-    return (rows.unpack(hidden).sum(axis=1) / counts[:, None])[None]
+    return (packing.unpack(hidden).sum(axis=1) / counts[:, None])[None]

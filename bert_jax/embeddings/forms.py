@@ -6,8 +6,8 @@ sparse        `csr_array` [texts, V], a weight for each token of the vocabulary 
 multi_vector  `TokenVectors`, a vector for each token (ColBERT); the score is MaxSim: the sum over
               the query's vectors of the largest dot product with a vector of the text
 
-A folder of `search` stores a text as one or more records: the vector, the weights that are not 0,
-or the vectors of tokens.
+`search` stores a text as one or more records: its vector, its weights that are not 0, or the
+vectors of its tokens.
 """
 
 import string
@@ -33,14 +33,14 @@ class TokenVectors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of texts."""
+        """The shape of an array with an element for each text."""
         return self.counts.shape
 
-    def __getitem__(self, texts: Any) -> "TokenVectors":
+    def __getitem__(self, index: Any) -> "TokenVectors":
         """Returns the vectors of a slice of the texts."""
         starts = np.cumsum(self.counts) - self.counts
-        counts = self.counts[texts]
-        return TokenVectors(self.vectors[ragged_indices(starts[texts], counts)], counts)
+        counts = self.counts[index]
+        return TokenVectors(self.vectors[ragged_indices(starts[index], counts)], counts)
 
     def split(self) -> list[np.ndarray]:
         """Returns the vectors of each text, float32 [tokens, W]."""
@@ -63,7 +63,7 @@ class TokenSelection:
         self._skipped = np.array(ids, np.int32)
         self.skipped_tokens = [tokenizer.token(i) for i in ids]
 
-    def fit_query(self, ids: np.ndarray) -> np.ndarray:
+    def resize_query(self, ids: np.ndarray) -> np.ndarray:
         """Truncates a query's ids, [CLS] and [SEP] included, or pads them with [MASK]."""
         length = self._query_length
         if not length:
@@ -73,20 +73,20 @@ class TokenSelection:
         return np.pad(ids, (0, length - len(ids)), constant_values=self._tokenizer.mask_id)
 
     def has_vector(self, ids: np.ndarray, is_query: bool) -> np.ndarray:
-        """Returns which tokens have a vector, bool [n]: of queries all, [MASK] included."""
+        """Returns which tokens have a vector, bool [n]: in a query all, also [MASK]."""
         return np.isin(ids, self._skipped, invert=True) | is_query
 
 
 class VectorForm(Protocol):
-    """The operations on vectors of a form. Vectors have `shape[0]` texts and can be sliced."""
+    """The operations on vectors of one form; `shape[0]` and slices of vectors refer to texts."""
 
-    block: int  # number of texts that are scored at a time
+    block_texts: int  # number of texts that are scored at a time
 
-    def record(self, width: int) -> np.dtype:
+    def record_dtype(self, width: int) -> np.dtype:
         """Returns the type of a record; `width` is W or V."""
 
     def split_records(self, vectors: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the records of vectors, and the number of records of each, int64 [texts]."""
+        """Returns the records of vectors, and the number of records of each text, int64."""
 
     def join_records(self, records: np.ndarray, counts: np.ndarray, width: int) -> Any:
         """Returns the vectors of records, the inverse of `split_records`."""
@@ -102,9 +102,9 @@ class VectorForm(Protocol):
 
 
 class _Dense:
-    block = 65_536
+    block_texts = 65_536
 
-    def record(self, width: int) -> np.dtype:
+    def record_dtype(self, width: int) -> np.dtype:
         return np.dtype((np.float32, (width,)))
 
     def split_records(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -124,13 +124,13 @@ class _Dense:
 
 
 class _Sparse:
-    block = 65_536
+    block_texts = 65_536
 
-    def record(self, width: int) -> np.dtype:
+    def record_dtype(self, width: int) -> np.dtype:
         return np.dtype([("token", np.uint32), ("weight", np.float32)])
 
     def split_records(self, vectors: sparse.csr_array) -> tuple[np.ndarray, np.ndarray]:
-        records = np.empty(vectors.nnz, self.record(0))
+        records = np.empty(vectors.nnz, self.record_dtype(0))
         records["token"], records["weight"] = vectors.indices, vectors.data
         return records, np.diff(vectors.indptr).astype(np.int64)
 
@@ -151,9 +151,9 @@ class _Sparse:
 
 
 class _MultiVector:
-    block = 1_024
+    block_texts = 1_024
 
-    def record(self, width: int) -> np.dtype:
+    def record_dtype(self, width: int) -> np.dtype:
         return np.dtype((np.float32, (width,)))
 
     def split_records(self, vectors: TokenVectors) -> tuple[np.ndarray, np.ndarray]:

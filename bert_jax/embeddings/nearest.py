@@ -14,14 +14,14 @@ import numpy as np
 
 from bert_jax.errors import InputError
 
-# Queries in a block: their products with a block of 65,536 vectors take 64 MiB.
+# Queries in a block: their scores for a block of 65,536 vectors take 64 MiB.
 _BLOCK_QUERIES = 256
 
 
-def parts(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yields consecutive parts of the indices `order`, `size` for each block of vectors."""
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
+def split_indices(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Splits indices of vectors into those of consecutive blocks of `size` vectors."""
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
 
 
 # Computes the scores of all pairs: (queries, vectors) -> float32 [queries, vectors].
@@ -46,26 +46,26 @@ def nearest(
       Indices of vectors, int64 [Q, K], and their scores, float32 [Q, K], in descending order.
       Vectors with equal scores keep their order.
     """
-    number = queries.shape[0]
-    indices = [np.empty(0, np.int64)] * number
-    products = [np.empty(0, np.float32)] * number
+    query_count = queries.shape[0]
+    indices = [np.empty(0, np.int64)] * query_count
+    scores = [np.empty(0, np.float32)] * query_count
     start = 0
     for block in blocks:
-        for first in range(0, number, _BLOCK_QUERIES):
-            block_products = score(queries[first : first + _BLOCK_QUERIES], block)
-            if not np.isfinite(block_products).all():
+        for first in range(0, query_count, _BLOCK_QUERIES):
+            block_scores = score(queries[first : first + _BLOCK_QUERIES], block)
+            if not np.isfinite(block_scores).all():
                 raise InputError(
                     "a vector holds a number that is not finite; delete the vectors, so that they "
                     "are computed again"
                 )
-            for query, row in enumerate(block_products, first):
+            for query, row in enumerate(block_scores, first):
                 nearest_in_block = largest_indices(row, count)
-                candidates = np.concatenate([products[query], row[nearest_in_block]])
+                candidates = np.concatenate([scores[query], row[nearest_in_block]])
                 best = largest_indices(candidates, count)
                 indices[query] = np.concatenate([indices[query], start + nearest_in_block])[best]
-                products[query] = candidates[best]
+                scores[query] = candidates[best]
         start += block.shape[0]
-    return np.stack(indices), np.stack(products)
+    return np.stack(indices), np.stack(scores)
 
 
 def largest_indices(values: np.ndarray, count: int) -> np.ndarray:

@@ -27,14 +27,14 @@ FirstStage = Callable[[Sequence[str], Sequence[str]], Iterator[np.ndarray]]
 class MiningLimits(NamedTuple):
     """The rules by which texts near to a query become negatives."""
 
-    count: int  # negatives of a query
-    skip: int  # so many of the nearest candidates are left out
-    depth: int  # only so many of the nearest texts are considered
-    # A negative's score is at least this share below the lowest score of an answer.
+    count: int  # maximum number of negatives of a query
+    skip: int  # number of the nearest candidates that are left out
+    depth: int  # number of the nearest texts that are considered
+    # A negative's score is at most the lowest score of an answer, minus this share of that score.
     margin: float
 
 
-class Mined(NamedTuple):
+class MinedPair(NamedTuple):
     """A query, a text that answers it, and negatives, the nearest first."""
 
     query: str
@@ -42,23 +42,23 @@ class Mined(NamedTuple):
     negatives: list[str]
 
 
-def dense_first_stage(embedder: Embedder) -> FirstStage:
-    """Returns the first stage that scores texts by their vectors for a query's."""
+def vector_first_stage(embedder: Embedder) -> FirstStage:
+    """Returns the first stage that compares the vectors of queries and texts."""
 
     def score(queries: Sequence[str], texts: Sequence[str]) -> Iterator[np.ndarray]:
-        of_texts, of_queries = (
+        text_vectors, query_vectors = (
             embedder.form.concatenate([part.vectors for part in parts])
             for parts in (embedder.embed(texts), embedder.embed(queries, "query"))
         )
         for start in range(0, len(queries), _QUERIES):
-            yield from embedder.form.score(of_queries[start : start + _QUERIES], of_texts)
+            yield from embedder.form.score(query_vectors[start : start + _QUERIES], text_vectors)
 
     return score
 
 
 def mine(
     pairs: Sequence[tuple[str, str]], corpus: Sequence[str], stage: FirstStage, limits: MiningLimits
-) -> Iterator[Mined]:
+) -> Iterator[MinedPair]:
     """Yields each pair with its negatives, grouped by query.
 
     Args:
@@ -68,21 +68,21 @@ def mine(
       limits: which texts become negatives.
     """
     texts = list(dict.fromkeys([*corpus, *(answer for _, answer in pairs)]))
-    number = {text: i for i, text in enumerate(texts)}
+    index = {text: i for i, text in enumerate(texts)}
     answers: dict[str, list[int]] = {}
     for query, answer in dict.fromkeys(pairs):
-        answers.setdefault(query, []).append(number[answer])
-    for (query, numbers), scores in zip(answers.items(), stage([*answers], texts), strict=True):
-        lowest = scores[numbers].min()
+        answers.setdefault(query, []).append(index[answer])
+    for (query, indices), scores in zip(answers.items(), stage([*answers], texts), strict=True):
+        lowest = scores[indices].min()
         highest_allowed = lowest - abs(lowest) * limits.margin
-        nearest = nearest_lib.largest_indices(scores, limits.depth + len(numbers))
-        allowed = [i for i in nearest if i not in numbers and scores[i] <= highest_allowed]
+        nearest = nearest_lib.largest_indices(scores, limits.depth + len(indices))
+        allowed = [i for i in nearest if i not in indices and scores[i] <= highest_allowed]
         chosen = allowed[limits.skip : limits.depth][: limits.count]
-        for number_of_answer in numbers:
-            yield Mined(query, texts[number_of_answer], [texts[i] for i in chosen])
+        for i in indices:
+            yield MinedPair(query, texts[i], [texts[j] for j in chosen])
 
 
-def write(mined: Iterator[Mined], out: epath.Path) -> str:
+def write(mined: Iterator[MinedPair], out: epath.Path) -> str:
     """Writes pairs with their negatives as JSON lines; leaves out pairs without negatives.
 
     A line has `query`, `positive` and the first `negative`, for task.kind=similar, and the lists

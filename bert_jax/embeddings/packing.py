@@ -32,15 +32,15 @@ def batches(
       shards: rows of a batch.
 
     Yields:
-      K; N, which depends on K only; and the texts of each row.
+      K, N (which depends on K only), and the texts of each row.
     """
     texts_by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
         texts_by_length.setdefault(length, []).append(i)
     left_lengths = sorted(texts_by_length)
     while left_lengths:
-        slot_tokens, shorter = slot_lengths(left_lengths[-1], longest)
-        # Texts just too long for the next smaller K fill the row.
+        slot_tokens, shorter = choose_slot_tokens(left_lengths[-1], longest)
+        # The row has room for this many of the shortest texts with this K.
         slots = max(row_tokens // (shorter + 1), 1)
         rows: list[Row] = []
         for _ in range(shards):
@@ -75,60 +75,61 @@ def pack(
     def padded(values: np.ndarray) -> np.ndarray:
         return np.pad(values, (0, row_tokens - len(values))).astype(np.int32)
 
-    tokens = np.full((slots, slot_tokens), row_tokens, np.int32)
-    numbers = np.repeat(np.arange(len(texts)), lengths)
-    tokens[numbers, column] = np.arange(len(column))
+    row_indices = np.full((slots, slot_tokens), row_tokens, np.int32)
+    text_numbers = np.repeat(np.arange(len(texts)), lengths)
+    row_indices[text_numbers, column] = np.arange(len(column))
     return {
         "input_ids": padded(np.concatenate([np.empty(0, int), *texts])),
         "positions": padded(column),
-        "tokens": tokens,
-        "places": padded(numbers * slot_tokens + column),
+        "row_indices": row_indices,
+        "slot_indices": padded(text_numbers * slot_tokens + column),
     }
 
 
-def share_rows(batch: Batch, lengths: np.ndarray, group_rows: int) -> Batch:
+def pack_batch(batch: Batch, lengths: np.ndarray, group_rows: int) -> Batch:
     """Packs the texts of a step's rows, one text each, into shorter rows, with their `Packing`.
 
-    A group of N consecutive rows becomes N shorter rows, which hold the group's texts without gaps;
-    a text may continue in the next row. The new length follows from `lengths` and N. So the metric
-    `filled` depends on the devices, unlike all other metrics.
+    A group of G consecutive rows becomes G shorter rows, which hold the group's texts without gaps;
+    a text may continue in the next row. `lengths` and G determine S. So the metric `filled`, the
+    share of real tokens in rows, depends on the number of devices, unlike all other metrics.
 
     Args:
       batch: `input_ids`, `segment_ids` and `input_mask` [B, K], and any other arrays, returned as
         they are.
       lengths: tokens of all texts of the step.
-      group_rows: N, a divisor of B: rows of a device, or of one of its micro-batches.
+      group_rows: G, a divisor of B: rows of a device, or of one of its micro-batches.
 
     Returns:
-      `input_ids`, `segment_ids`, `input_mask`, `positions`, `places` int32 [B, S], `tokens` [B, K].
+      `input_ids`, `segment_ids`, `input_mask`, `positions`, `slot_indices` int32 [B, S],
+      `row_indices` [B, K].
     """
-    row_tokens = batch["input_ids"].shape[1]
+    rows, slot_tokens = batch["input_ids"].shape
     fullest = int(lengths.reshape(-1, group_rows).sum(axis=1).max())
-    step = max(row_tokens // 8, 1)  # multiples of it, so that few programs are compiled
-    size = min(-(-fullest // (group_rows * step)) * step, row_tokens)
-    groups = len(batch["input_ids"]) // group_rows
-    sources = np.zeros((groups, group_rows * size), np.int32)
-    arrays = {"input_mask": np.zeros_like(sources), "places": sources}
-    tokens = np.full((groups, group_rows * row_tokens), group_rows * size, np.int32)
+    multiple = max(slot_tokens // 8, 1)  # of the new length, so that few programs are compiled
+    row_tokens = min(-(-fullest // (group_rows * multiple)) * multiple, slot_tokens)
+    groups = rows // group_rows
+    slot_indices = np.zeros((groups, group_rows * row_tokens), np.int32)
+    row_indices = np.full((groups, group_rows * slot_tokens), group_rows * row_tokens, np.int32)
+    input_mask = np.zeros_like(slot_indices)
     for group, mask in enumerate(batch["input_mask"].reshape(groups, -1)):
         real = np.flatnonzero(mask)
-        sources[group, : len(real)], arrays["input_mask"][group, : len(real)] = real, 1
-        tokens[group, real] = np.arange(len(real))
+        slot_indices[group, : len(real)], input_mask[group, : len(real)] = real, 1
+        row_indices[group, real] = np.arange(len(real))
+    arrays = {"input_mask": input_mask, "slot_indices": slot_indices, "row_indices": row_indices}
     for name in ("input_ids", "segment_ids"):
-        arrays[name] = np.take_along_axis(batch[name].reshape(groups, -1), sources, axis=1)
-    arrays["positions"], arrays["tokens"] = sources % row_tokens, tokens
-    rows = len(batch["input_ids"])
+        arrays[name] = np.take_along_axis(batch[name].reshape(groups, -1), slot_indices, axis=1)
+    arrays["positions"] = slot_indices % slot_tokens
     return batch | {name: array.reshape(rows, -1) for name, array in arrays.items()}
 
 
-def program_lengths(longest: int) -> list[int]:
+def list_slot_tokens(longest: int) -> list[int]:
     """Returns every K of texts of up to `longest` tokens; each K is one compiled program."""
-    return sorted({slot_lengths(length, longest)[0] for length in range(1, longest + 1)})
+    return sorted({choose_slot_tokens(length, longest)[0] for length in range(1, longest + 1)})
 
 
-def slot_lengths(length: int, longest: int) -> tuple[int, int]:
+def choose_slot_tokens(length: int, longest: int) -> tuple[int, int]:
     """Returns K for texts of this length, and the next smaller K."""
-    step = _SLOT_TOKENS[-1]
-    steps = [_SLOT_TOKENS[0] // 2, *_SLOT_TOKENS, *range(2 * step, longest + step, step)]
-    i = next(i for i, slot in enumerate(steps) if i and slot >= length)
-    return min(steps[i], longest), steps[i - 1]
+    last = _SLOT_TOKENS[-1]
+    sizes = [_SLOT_TOKENS[0] // 2, *_SLOT_TOKENS, *range(2 * last, longest + last, last)]
+    i = next(i for i, size in enumerate(sizes) if i and size >= length)
+    return min(sizes[i], longest), sizes[i - 1]

@@ -14,7 +14,7 @@ import numpy as np
 Quantize = Literal["none", "int8", "binary"]
 
 # Vectors in the sample for `recall`, and how many neighbours of each vector are compared.
-SAMPLE, _NEAREST = 2_000, 10
+SAMPLE_VECTORS, _NEIGHBOURS = 2_000, 10
 # The smallest divisor, for vectors of zeros.
 _TINY = np.finfo(np.float32).tiny
 
@@ -37,7 +37,7 @@ def quantize_vectors(vectors: np.ndarray, method: Quantize) -> np.ndarray:
 
 
 def recall(vectors: np.ndarray, method: Quantize) -> float:
-    """Returns the share of the ten nearest neighbours that quantized vectors have, too.
+    """Returns the share of the ten nearest neighbours of vectors that quantization preserves.
 
     Args:
       vectors: float32 [N, W], at least two.
@@ -56,5 +56,5 @@ def _nearest(vectors: np.ndarray) -> np.ndarray:
     vectors = vectors / np.maximum(lengths, _TINY)
     cosines = vectors @ vectors.T
     np.fill_diagonal(cosines, -np.inf)
-    depth = min(_NEAREST, len(vectors) - 1)
+    depth = min(_NEIGHBOURS, len(vectors) - 1)
     return np.argpartition(-cosines, depth - 1, axis=1)[:, :depth]

@@ -27,7 +27,7 @@ _DEPTH = 10
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of the corpus, or a query with its relevant texts."""
+    """A text of the corpus, or a query with its relevant texts. The class's name is hashed."""
 
     location: str  # FILE:LINE, for messages
     id: str
@@ -104,7 +104,7 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
 def scores(
     vectors: Sequence[Any], passages: Sequence[Passage], form: VectorForm = DENSE
 ) -> dict[str, float]:
-    """Returns the scores of ranking texts by the scores of their vectors for a query's.
+    """Ranks the texts for each query by their vectors, and returns the metrics of the rankings.
 
     Args:
       vectors: the vector of each passage; dense ones are float32 [W], of length 1.
@@ -114,9 +114,9 @@ def scores(
     Returns:
       `recall@1`, `recall@10`, `mrr@10` and `ndcg@10`; see `mean_scores`.
     """
-    queries, texts = split(passages)
+    queries, texts = split_by_role(passages)
     order = np.array([number for number, _ in texts])
-    parts = nearest_lib.parts(order, form.block)
+    parts = nearest_lib.split_indices(order, form.block_texts)
     blocks = (form.stack([vectors[i] for i in part]) for part in parts)
     query_vectors = form.stack([vectors[number] for number, _ in queries])
     # One more than the depth, since the text with the query's own id is ignored.
@@ -127,26 +127,26 @@ def scores(
 def bm25_scores(passages: Sequence[Passage]) -> dict[str, float] | None:
     """Returns the scores of BM25, the usual baseline; None and a warning without the library."""
     if not bm25.is_installed():
-        logger.warning("there is no baseline for retrieval: %s", bm25.REMEDY)
+        logger.warning("there is no baseline for retrieval: %s", bm25.MISSING_MESSAGE)
         return None
-    queries, texts = split(passages)
+    queries, texts = split_by_role(passages)
     neighbours, _ = bm25.nearest(contents(queries), contents(texts), _DEPTH + 1)
     return mean_scores(queries, texts, neighbours)
 
 
 def bm25_baseline(examples: Sequence[Any], main_score: str) -> tuple[str, float] | None:
-    """Returns the name of the baseline BM25 and its score on a BEIR folder; else None."""
+    """Returns the name and the score of the BM25 baseline; None without BEIR or bm25s."""
     if not isinstance(examples[0], Passage):
         return None
     by_name = bm25_scores(examples)
     return ("BM25", by_name[main_score]) if by_name else None
 
 
-# A passage with its index among all passages.
+# Passages with their indices among all passages.
 Numbered = list[tuple[int, Passage]]
 
 
-def split(passages: Sequence[Passage]) -> tuple[Numbered, Numbered]:
+def split_by_role(passages: Sequence[Passage]) -> tuple[Numbered, Numbered]:
     """Returns the queries, and the texts from the largest id to the smallest, by code points.
 
     So the first of texts with equal scores has the larger id, as in trec_eval.
@@ -181,7 +181,7 @@ def ranking_scores(gains: Sequence[float], relevant: Sequence[float]) -> dict[st
     """Returns the scores of the ranking of one query; all are 0 if no text is relevant.
 
     Args:
-      gains: the grades of the ranked texts, the first text's first; not above 0: not relevant.
+      gains: the grades of the ranked texts, in their order; relevant texts have grades above 0.
       relevant: the grades above 0 of all relevant texts, ranked or not.
 
     Returns:
@@ -189,14 +189,14 @@ def ranking_scores(gains: Sequence[float], relevant: Sequence[float]) -> dict[st
       (1 / rank of the first relevant text); `ndcg@10` (Järvelin and Kekäläinen 2002); and `map`,
       the average precision of the whole ranking.
     """
-    hits = [rank for rank, gain in enumerate(gains) if gain > 0]
-    early = [rank for rank in hits if rank < _DEPTH]
+    hits = [rank for rank, gain in enumerate(gains, start=1) if gain > 0]
+    early = [rank for rank in hits if rank <= _DEPTH]
     best, count = sorted(relevant, reverse=True)[:_DEPTH], max(len(relevant), 1)
-    precisions = sum(number / (rank + 1) for number, rank in enumerate(hits, 1))
+    precisions = sum(number / rank for number, rank in enumerate(hits, 1))
     return {
-        "recall@1": (0 in hits) / count,
+        "recall@1": (1 in hits) / count,
         "recall@10": len(early) / count,
-        "mrr@10": 1 / (1 + early[0]) if early else 0.0,
+        "mrr@10": 1 / early[0] if early else 0.0,
         "ndcg@10": _discounted_gain(gains[:_DEPTH]) / _discounted_gain(best) if best else 0.0,
         "map": precisions / count,
     }

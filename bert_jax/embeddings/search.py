@@ -8,7 +8,7 @@ resumes:
 made.json  the encoder, and how it makes vectors
 vectors    float32 [texts, W], of length 1, in the order in which they were embedded; for other
            forms the records of `forms`
-ends       for other forms, int64 [texts]: the number of records of a text and of those before it
+ends       for other forms, int64 [texts]: the number of records of all texts up to each one
 keys       the first 16 bytes of the SHA-256 of each text, written after its vector
 """
 
@@ -43,10 +43,10 @@ from bert_jax.storage.workdir import (
 from bert_jax.text import line_reader
 
 _VERSION = 1
-_KEY = 16  # bytes
-_QUERIES = 256  # answered in one pass over the vectors
-_SAVED = 1_024  # texts embedded between two writes: the work that a kill loses
-_SECONDS_BETWEEN_LINES = 30.0
+_KEY = 16  # bytes of a key
+_BATCH_QUERIES = 256  # answered in one pass over the vectors
+_BATCH_TEXTS = 1_024  # texts embedded between two writes: the work that a kill loses
+_SECONDS_BETWEEN_REPORTS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SearchHit:
     """A text that is near to a query."""
 
     line: int  # line number, from 1
-    score: float  # the score for the query, or that by which the text was sorted again
+    score: float  # for the query, by the vectors or by the reranker
     text: str  # the whole line, or one passage of it
 
 
@@ -65,33 +65,33 @@ class Index:
       path: a file with one text on each line; blank lines are skipped.
       folder: folder of the vectors.
       embedder: computes the vectors; dense ones have length 1.
-      cut: how a text longer than `embedder.max_length` is searched: by its beginning only, or split
-        into passages, each of which is a text.
+      long_texts: how a text longer than `embedder.max_length` is searched: by its beginning only,
+        or split into passages, each of which is a text.
     """
 
     def __init__(
         self,
         path: str,
         folder: epath.Path,
-        model: Base,
+        base: Base,
         embedder: Embedder,
         report: Callable[[str], None],
-        cut: Literal["beginning", "passages"] = "beginning",
+        long_texts: Literal["beginning", "passages"] = "beginning",
     ):
         self._path, self._folder, self._embedder = path, folder, embedder
-        self._split = embedder.passages if cut == "passages" else lambda text: [text]
-        self._cut = cut
+        self._split = embedder.split_text if long_texts == "passages" else lambda text: [text]
+        self._long_texts = long_texts
         self._is_ragged = embedder.form_name != "dense"
-        self._first: dict[bytes, int] = {}  # number of the first of equal texts, by key
+        self._number_by_key: dict[bytes, int] = {}  # of equal texts, the number of the first
         for number, (_, text) in enumerate(self._texts()):
-            self._first.setdefault(_key(text), number)
-        if not self._first:
+            self._number_by_key.setdefault(_key(text), number)
+        if not self._number_by_key:
             raise InputError(f"{path}: contains no text; put one text on each line")
         with lock(folder, setting="--vectors"):
-            self._require_same(_fingerprint(model, embedder))
+            self._require_same_encoder(_fingerprint(base, embedder))
             row_by_key = self._embed_missing(report)
-        self._numbers = np.array(list(self._first.values()))
-        self._rows = np.array([row_by_key[key] for key in self._first])
+        self._numbers = np.array(list(self._number_by_key.values()))
+        self._rows = np.array([row_by_key[key] for key in self._number_by_key])
 
     def nearest(self, queries: Sequence[str], top: int) -> list[list[SearchHit]]:
         """Returns the `top` nearest texts to each query, best first; equal ones in file order."""
@@ -104,7 +104,8 @@ class Index:
         numbers = self._numbers[neighbours]
         wanted = set(numbers.flat)
         texts = {number: text for number, text in enumerate(self._texts()) if number in wanted}
-        if any(self._first.get(_key(texts.get(i, (0, ""))[1])) != i for i in wanted):
+        unchanged = {n for n, (_, x) in texts.items() if self._number_by_key.get(_key(x)) == n}
+        if unchanged != wanted:
             raise InputError(f"{self._path}: changed during the search; run again")
         return [
             [
@@ -117,15 +118,15 @@ class Index:
     def _blocks(self) -> Iterator[Any]:
         """Yields the vectors of the texts of the file, some at a time."""
         form, width = self._embedder.form, self._embedder.width
-        record, folder = form.record(width), self._folder
-        records = np.empty(0, record)  # of sparse vectors without weights
-        if os.path.getsize(folder / "vectors"):
-            records = np.memmap(folder / "vectors", record.base, "r").reshape(-1, *record.shape)
+        dtype, folder = form.record_dtype(width), self._folder
+        records = np.empty(0, dtype)
+        if os.path.getsize(folder / "vectors"):  # an empty file cannot be memory-mapped
+            records = np.memmap(folder / "vectors", dtype.base, "r").reshape(-1, *dtype.shape)
         ends = np.arange(1, len(records) + 1)
         if self._is_ragged:
             ends = np.fromfile(folder / "ends", np.int64)
         starts = np.concatenate([[0], ends[:-1]])
-        for rows in nearest_lib.parts(self._rows, form.block):
+        for rows in nearest_lib.split_indices(self._rows, form.block_texts):
             counts = (ends - starts)[rows]
             selected = records[ragged_indices(starts[rows], counts)]
             yield form.join_records(selected, counts, width)
@@ -135,7 +136,7 @@ class Index:
             if text.strip():
                 yield from ((line, part) for part in self._split(text))
 
-    def _require_same(self, encoder: str) -> None:
+    def _require_same_encoder(self, encoder: str) -> None:
         path = self._folder / "made.json"
         current = {"format_version": _VERSION, "encoder": encoder, "width": self._embedder.width}
         if not path.exists() and not (self._folder / "vectors").exists():
@@ -148,56 +149,55 @@ class Index:
 
     def _embed_missing(self, report: Callable[[str], None]) -> dict[bytes, int]:
         """Embeds the texts without a vector. Returns the row of each text's vector, by key."""
-        form, record = self._embedder.form, self._embedder.form.record(self._embedder.width)
+        form, width = self._embedder.form, self._embedder.width
         names = ("vectors", "ends", "keys") if self._is_ragged else ("vectors", "keys")
         with translate_os_errors(self._folder), contextlib.ExitStack() as stack:
             files = {
                 name: stack.enter_context(open(os.fspath(self._folder / name), "a+b"))
                 for name in names
             }
-            rows, count = self._complete_rows(files, record.itemsize)
-            complete = len(rows)
-            missing = self._first.keys() - rows.keys()
+            row_by_key, record_count = self._recover_rows(files, form.record_dtype(width).itemsize)
+            previous = len(row_by_key)
+            missing = self._number_by_key.keys() - row_by_key.keys()
             if missing:
                 report(
                     f"{self._folder}: embedding {len(missing):,} of "
-                    f"{pluralize(len(self._first), 'text')}, which have no vector yet"
+                    f"{pluralize(len(self._number_by_key), 'text')}, which have no vector yet"
                 )
             reported = time.monotonic()
             texts = self._take_missing(missing)
-            while batch := list(itertools.islice(texts, _SAVED)):
+            while batch := list(itertools.islice(texts, _BATCH_TEXTS)):
                 lines = [(f"{self._path}:{line}", text) for _, line, text in batch]
                 parts = [p.vectors for p in self._embedder.embed_lines(lines)]
                 records, counts = form.split_records(form.concatenate(parts))
-                ends = count + np.cumsum(counts)
-                count += len(records)
+                ends = record_count + np.cumsum(counts)
+                record_count += len(records)
                 contents = {"vectors": records.tobytes(), "ends": ends.tobytes()}
                 contents["keys"] = b"".join(key for key, *_ in batch)
                 for name, file in files.items():
                     file.write(contents[name])
                     file.flush()
-                rows |= {key: len(rows) + i for i, (key, *_) in enumerate(batch)}
-                if time.monotonic() - reported > _SECONDS_BETWEEN_LINES:
+                row_by_key |= {key: len(row_by_key) + i for i, (key, *_) in enumerate(batch)}
+                if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                     reported = time.monotonic()
-                    report(f"{self._folder}: {len(rows) - complete:,} embedded")
-        if self._embedder.cut and self._cut == "beginning":
+                    report(f"{self._folder}: {len(row_by_key) - previous:,} embedded")
+        if (count := self._embedder.truncated_texts) and self._long_texts == "beginning":
             report(
                 f"{self._folder}: only the first {self._embedder.max_length} tokens of "
-                f"{pluralize(self._embedder.cut, 'text')} are searched; add --long-texts passages"
+                f"{pluralize(count, 'text')} are searched; add --long-texts passages"
             )
-        if missing:
+        if missing:  # `_take_missing` removes all that are still in the file
             raise InputError(f"{self._path}: changed while it was read; run again")
-        return rows
+        return row_by_key
 
-    def _complete_rows(
-        self, files: Mapping[str, IO[bytes]], record: int
+    def _recover_rows(
+        self, files: Mapping[str, IO[bytes]], record_size: int
     ) -> tuple[dict[bytes, int], int]:
         """Returns the rows of the texts that have a vector, by key, and the number of records.
 
         A killed search may have left an incomplete write at the end of each file: it is removed.
-        `record` is the size of a record in bytes.
         """
-        records, complete = files["vectors"].tell() // record, files["keys"].tell() // _KEY
+        records, complete = files["vectors"].tell() // record_size, files["keys"].tell() // _KEY
         ends = np.arange(1, records + 1)
         if self._is_ragged:
             files["ends"].seek(0)
@@ -205,7 +205,7 @@ class Index:
             ends = np.frombuffer(content[: len(content) // 8 * 8], np.int64)
         complete = min(complete, int(np.searchsorted(ends, records, "right")))
         count = int(ends[complete - 1]) if complete else 0
-        sizes = {"vectors": count * record, "ends": complete * 8, "keys": complete * _KEY}
+        sizes = {"vectors": count * record_size, "ends": complete * 8, "keys": complete * _KEY}
         for name, file in files.items():
             file.truncate(sizes[name])
         files["keys"].seek(0)
@@ -236,13 +236,13 @@ def answer_file(search: Search, queries: str, out: epath.Path) -> None:
         unfinished.open("w") as file,
     ):
         texts = (text for _, text in line_reader.read([queries]))
-        while batch := list(itertools.islice(texts, _QUERIES)):
+        while batch := list(itertools.islice(texts, _BATCH_QUERIES)):
             for query, hits in zip(batch, search(batch), strict=True):
                 nearest = [dataclasses.asdict(hit) for hit in hits]
                 file.write(json.dumps({"query": query, "nearest": nearest}) + "\n")
 
 
-def _fingerprint(model: Base, embedder: Embedder) -> str:
+def _fingerprint(base: Base, embedder: Embedder) -> str:
     """Returns a hash of an encoder's weights, its tokenizer, and the embedder's settings."""
     chosen = embedder.features
     # Written as before `length` became `normalize`, so that folders of vectors stay usable.
@@ -250,12 +250,12 @@ def _fingerprint(model: Base, embedder: Embedder) -> str:
         f"Features(pooling={chosen.pooling!r}, layers={chosen.layers}, combine={chosen.combine!r}, "
         f"length={'unit' if chosen.normalize else 'as_is'!r}, dimensions={chosen.dimensions})"
     )
-    settings = f"{model.model}/{model.tokenizer.sha256}/{features}/{embedder.max_length}"
-    settings += model.vectors.text_prefix if model.vectors else ""
+    settings = f"{base.model}/{base.tokenizer.sha256}/{features}/{embedder.max_length}"
+    settings += base.vectors.text_prefix if base.vectors else ""
     if embedder.form_name != "dense":
-        settings += str(model.vectors)
+        settings += str(base.vectors)
     digest = hashlib.sha256(settings.encode())
-    for name, values in sorted(flatten(jax.device_get(model.params)).items()):
+    for name, values in sorted(flatten(jax.device_get(base.params)).items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

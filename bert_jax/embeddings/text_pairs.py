@@ -1,6 +1,6 @@
 """Pairs of related texts, drawn from a corpus without labels.
 
-A row is a function of (seed, row number): its sentence, and the tokens cut out around the sentence.
+The seed and the number of a row determine a sentence, and the span of tokens around it.
 
 Shape letters: E examples, B rows (two for each example), S tokens of a row.
 """
@@ -21,10 +21,10 @@ from bert_jax.errors import InputError
 # different dropout (Gao et al. 2021, SimCSE).
 PairMethod = Literal["neighbours", "crops", "twice"]
 
-# Minimum number of tokens of a text, if its document is as long.
+# Minimum number of tokens of a text, unless its document has fewer.
 _SHORTEST = 8
-# A crop begins with the next word that begins within this many tokens.
-_WORD = 8
+# A crop skips at most this many tokens to begin with a whole word.
+_MAX_SKIPPED = 8
 
 
 @dataclasses.dataclass
@@ -40,22 +40,22 @@ class CorpusPairs:
 
     Args:
       prefixes: token ids before the first texts, and before the second texts.
-      examples: examples of a step.
       length: maximum number of tokens of a row, S.
     """
 
     def __init__(
         self,
         stream: Stream,
-        ids: Ids,
+        special_ids: Ids,
         method: PairMethod,
         prefixes: tuple[list[int], list[int]],
-        examples: int,
+        examples_per_step: int,
         length: int,
         seed: int,
     ):
-        self._stream, self._ids, self._method, self._prefixes = stream, ids, method, prefixes
-        self._examples, self._key = examples, draws.key_of(seed, "similar", method)
+        self._stream, self._special_ids = stream, special_ids
+        self._method, self._prefixes = method, prefixes
+        self._step_examples, self._key = examples_per_step, draws.key_of(seed, "similar", method)
         self._length = length
         self._room = length - 2 - max(map(len, prefixes))
         if self._room < _SHORTEST:
@@ -76,7 +76,7 @@ class CorpusPairs:
         self._shuffled = draws.ShuffledEpochs(self._key, self.total)
         # First sentence, and end, of the document of each sentence: [sentences, 2].
         document = np.searchsorted(ends, self._sentences, side="right")
-        self._documents = np.stack([np.append(0, ends[:-1])[document], ends[document]], axis=1)
+        self._bounds = np.stack([np.append(0, ends[:-1])[document], ends[document]], axis=1)
 
     @property
     def total(self) -> int:
@@ -84,25 +84,24 @@ class CorpusPairs:
         return len(self._sentences)
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows of a step: any subset in any order, but both rows of an example together.
+        """Returns the arrays of `tasks.rows.TaskBatches.batch`, and `keys`.
 
-        The arrays are those of `tasks.rows.TrainBatches.batch`, and `keys`: uint32 [B], equal for
-        equal texts.
+        `keys` are uint32 [B], equal for equal texts. `indices` include both rows of an example.
         """
-        spans = self._step_spans(step)
-        length = min(-(-int(self._lengths(spans).max()) // 32) * 32, self._length)
+        spans, special_ids = self._step_spans(step), self._special_ids
+        length = min(-(-int(self._row_lengths(spans).max()) // 32) * 32, self._length)
         rows = np.asarray(indices, np.int64)
-        ids = np.full((len(rows), length), self._ids.pad, np.int32)
+        ids = np.full((len(rows), length), special_ids.pad, np.int32)
         mask = np.zeros_like(ids)
         keys = np.empty(len(rows), np.uint32)
         for index, (example, side) in enumerate(zip(*divmod(rows, 2), strict=True)):
             start = int(spans.starts[example, side])
             text = self._stream.ids[start : start + int(spans.lengths[example, side])]
-            row = [self._ids.cls, *self._prefixes[side], *text.tolist(), self._ids.sep]
+            row = [special_ids.cls, *self._prefixes[side], *text.tolist(), special_ids.sep]
             ids[index, : len(row)], mask[index, : len(row)] = row, 1
             keys[index] = zlib.crc32(text.astype(np.uint32).tobytes())
         return {
-            "rows": (step * 2 * self._examples + rows).astype(np.uint32),
+            "rows": (step * 2 * self._step_examples + rows).astype(np.uint32),
             "row_weights": np.ones(len(rows), np.float32),
             "input_ids": ids,
             "segment_ids": np.zeros_like(ids),
@@ -112,61 +111,59 @@ class CorpusPairs:
 
     def lengths(self, step: int) -> np.ndarray:
         """Returns the number of tokens of each row of a step, int64 [B]."""
-        return self._lengths(self._step_spans(step))
+        return self._row_lengths(self._step_spans(step))
 
-    def _lengths(self, spans: SpanPairs) -> np.ndarray:
+    def _row_lengths(self, spans: SpanPairs) -> np.ndarray:
         added = 2 + np.array([len(prefix) for prefix in self._prefixes])
         return (spans.lengths + added).reshape(-1)
 
     def _step_spans(self, step: int) -> SpanPairs:
-        return self.spans(np.int64(step) * self._examples + np.arange(self._examples))
+        return self.spans(np.int64(step) * self._step_examples + np.arange(self._step_examples))
 
     def spans(self, numbers: np.ndarray) -> SpanPairs:
-        """Returns the texts of examples; `numbers`, int64 [E], count from the run's first."""
+        """Returns the texts of examples; `numbers`, int64 [E], count those of the run."""
         indices = self._shuffled[numbers]
         low = (numbers & 0xFFFFFFFF).astype(np.uint64)
-        words = draws.philox(low, (numbers >> 32).astype(np.uint64), 0, 0, self._key)
-        sentences, bounds = self._sentences[indices], self._documents[indices]
-        return getattr(self, f"_{self._method}")(sentences, bounds, words)
+        bits = draws.philox(low, (numbers >> 32).astype(np.uint64), 0, 0, self._key)
+        sentences, bounds = self._sentences[indices], self._bounds[indices]
+        return getattr(self, f"_{self._method}")(sentences, bounds, bits)
 
     def _offsets(self, sentences: np.ndarray) -> np.ndarray:
         """Returns the offsets of the sentences in `Stream.ids`."""
         return np.asarray(self._stream.sentence_offsets)[sentences].astype(np.int64)
 
-    def _neighbours(
-        self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray
-    ) -> SpanPairs:
+    def _neighbours(self, sentences: np.ndarray, bounds: np.ndarray, bits: np.ndarray) -> SpanPairs:
         middle = self._offsets(sentences + 1)
-        limits = [self._draw_lengths(words[:, side], self._room) for side in (0, 1)]
+        longest = [self._draw_lengths(bits[:, side], self._room) for side in (0, 1)]
         # As many whole sentences as fit into the drawn length; a longer sentence is truncated.
-        first = np.searchsorted(self._stream.sentence_offsets, middle - limits[0])
+        first = np.searchsorted(self._stream.sentence_offsets, middle - longest[0])
         first = self._offsets(np.clip(first, bounds[:, 0], sentences))
-        last = np.searchsorted(self._stream.sentence_offsets, middle + limits[1], side="right") - 1
+        last = np.searchsorted(self._stream.sentence_offsets, middle + longest[1], side="right") - 1
         last = self._offsets(np.clip(last, sentences + 2, bounds[:, 1]))
         starts = np.stack([first, middle], axis=1)
         ends = np.stack([middle, last], axis=1)
-        return SpanPairs(starts, np.minimum(ends - starts, np.stack(limits, axis=1)))
+        return SpanPairs(starts, np.minimum(ends - starts, np.stack(longest, axis=1)))
 
-    def _crops(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> SpanPairs:
+    def _crops(self, sentences: np.ndarray, bounds: np.ndarray, bits: np.ndarray) -> SpanPairs:
         begin = self._offsets(sentences)
         passage = np.minimum(self._offsets(bounds[:, 1]) - begin, 2 * self._room)
         starts, lengths = [], []
         for side in (0, 1):
-            length = self._draw_lengths(words[:, side], np.minimum(passage, self._room))
-            start = begin + draws.bounded_integers(words[:, 2 + side], passage - length + 1)
-            for _ in range(_WORD):
-                in_word = self._ids.continues[self._stream.ids[start]] & (length > 1)
+            length = self._draw_lengths(bits[:, side], np.minimum(passage, self._room))
+            start = begin + draws.bounded_integers(bits[:, 2 + side], passage - length + 1)
+            for _ in range(_MAX_SKIPPED):
+                in_word = self._special_ids.continues[self._stream.ids[start]] & (length > 1)
                 start, length = start + in_word, length - in_word
             starts.append(start)
             lengths.append(length)
         return SpanPairs(np.stack(starts, axis=1), np.stack(lengths, axis=1))
 
-    def _twice(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> SpanPairs:
+    def _twice(self, sentences: np.ndarray, bounds: np.ndarray, bits: np.ndarray) -> SpanPairs:
         begin, end = self._offsets(sentences), self._offsets(bounds[:, 1])
-        length = self._draw_lengths(words[:, 0], np.minimum(end - begin, self._room))
+        length = self._draw_lengths(bits[:, 0], np.minimum(end - begin, self._room))
         return SpanPairs(np.stack([begin, begin], axis=1), np.stack([length, length], axis=1))
 
-    def _draw_lengths(self, words: np.ndarray, longest: np.ndarray | int) -> np.ndarray:
+    def _draw_lengths(self, bits: np.ndarray, longest: np.ndarray | int) -> np.ndarray:
         """Returns lengths from `_SHORTEST` to `longest`, or `longest` where that is less."""
         shortest = np.minimum(_SHORTEST, longest)
-        return shortest + draws.bounded_integers(words, longest - shortest + 1)
+        return shortest + draws.bounded_integers(bits, longest - shortest + 1)

@@ -27,7 +27,7 @@ from scipy.sparse import csr_array
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import absolute, create_folder, replace_atomically, require_local
 
-# Writes vectors [rows, W], and the tokens of each text if the vectors are of tokens.
+# Writes vectors [rows, W], and the tokens of each text if each token has a vector.
 Sink = Callable[[np.ndarray, list[list[str]] | None], None]
 
 # Nine digits distinguish all float32 values. "#" always writes a point: "-0" would lose its sign.
@@ -42,7 +42,7 @@ Members = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 @contextlib.contextmanager
 def open_sparse_writer(path: epath.Path, width: int) -> Iterator[SparseSink]:
-    """Yields a function that adds sparse vectors to a file, as `open_writer`."""
+    """Yields a function that adds sparse vectors to a file, like `open_writer`."""
     with (
         _open_file(path, _SPARSE_WRITERS) as file,
         _SPARSE_WRITERS[path.suffix](file, width) as add,
@@ -69,28 +69,28 @@ def _open_file(path: epath.Path, writers: Mapping[str, Any]) -> Iterator[IO[byte
 def open_writer(
     path: epath.Path,
     width: int,
-    longest_token: int,
+    token_length: int,
     dtype: np.dtype = np.dtype("<f4"),  # noqa: B008
 ) -> Iterator[Sink]:
     """Yields a function that adds texts to a file; the file appears when the context ends.
 
     Args:
       path: the file, whose suffix selects the format. An existing file is replaced.
-      longest_token: characters of the longest token; 0 if each text has one vector.
+      token_length: maximum number of characters of a token; 0 if each text has one vector.
     """
     with (
         _open_file(path, _WRITERS) as file,
-        _WRITERS[path.suffix](file, width, longest_token, dtype) as add,
+        _WRITERS[path.suffix](file, width, token_length, dtype) as add,
     ):
         yield add
 
 
 @contextlib.contextmanager
-def _npz(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
+def _npz(file: IO[bytes], width: int, token_length: int, dtype: np.dtype) -> Iterator[Sink]:
     """Collects the rows in temporary files, because a header needs the number of rows."""
     members: Members = {"vectors": (dtype, (width,))}
-    if longest_token:
-        members["pieces"] = np.dtype(f"<U{longest_token}"), ()
+    if token_length:
+        members["pieces"] = np.dtype(f"<U{token_length}"), ()
         members["offsets"] = np.dtype("<i8"), ()
     with _open_archive(file, members) as (spool, rows):
 
@@ -101,7 +101,7 @@ def _npz(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> It
                 spool("pieces", [token for tokens in pieces for token in tokens])
                 spool("offsets", first_row + np.cumsum([len(tokens) for tokens in pieces]))
 
-        if longest_token:
+        if token_length:
             spool("offsets", [0])
         yield add
 
@@ -170,7 +170,7 @@ def _open_archive(
 
 
 @contextlib.contextmanager
-def _json_lines(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
+def _json_lines(file: IO[bytes], width: int, token_length: int, dtype: np.dtype) -> Iterator[Sink]:
     row_format = f"[{', '.join([_FORMATS[dtype.kind]] * width)}]"
 
     def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
@@ -191,12 +191,12 @@ def _json_lines(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype
 
 
 @contextlib.contextmanager
-def _parquet(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
+def _parquet(file: IO[bytes], width: int, token_length: int, dtype: np.dtype) -> Iterator[Sink]:
     import pyarrow as pa
     from pyarrow import parquet
 
     vector = pa.list_(pa.from_numpy_dtype(dtype), width)
-    if longest_token:
+    if token_length:
         schema = pa.schema([("pieces", pa.list_(pa.string())), ("vectors", pa.list_(vector))])
     else:
         schema = pa.schema([("vector", vector)])

@@ -130,7 +130,7 @@ class Rank(TaskKind):
     @staticmethod
     def parse_passages(passages: Sequence[Passage]) -> Iterator[Candidates]:
         """Yields for each query the texts that BM25 ranks first, in its order."""
-        queries, texts = retrieval.split(passages)
+        queries, texts = retrieval.split_by_role(passages)
         # One more, since BEIR ignores a text that has the id of the query.
         contents = map(retrieval.contents, (queries, texts))
         neighbours, _ = bm25.nearest(*contents, count=_CANDIDATES + 1)

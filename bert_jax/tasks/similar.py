@@ -55,9 +55,9 @@ def encode_texts(
     Texts may share rows, see `embeddings.packing`.
     """
     ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-    if "tokens" not in batch:  # each text has its own row
+    if "row_indices" not in batch:  # each text has its own row
         return encode(encoder, model, *ids, mask, noise, loop), mask
-    packed = Packing(batch["positions"], batch["tokens"], batch["places"])
+    packed = Packing(batch["positions"], batch["row_indices"], batch["slot_indices"])
     return packed.unpack(encode(encoder, model, *ids, packed, noise, loop)), packed.mask
 
 
@@ -148,7 +148,7 @@ class Similar(TaskKind):
     `output_count` is the width of the teacher's vectors, 0 without a teacher.
     """
 
-    reads, answer_field, shares_rows = "vectors", "cosine", True
+    reads, answer_field, packs_rows = "vectors", "cosine", True
     objective_class = SimilarObjective
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):

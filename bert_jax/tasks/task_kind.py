@@ -63,7 +63,7 @@ class TaskKind:
     answer_field = ""
     duplicates_must_agree = False  # whether equal texts must have equal labels
     objective_class: type[TaskObjective] = TaskObjective
-    shares_rows = False  # whether several texts share a row in training
+    packs_rows = False  # whether several texts share a row in training
 
     # (task, location, cells of texts, cells of labels or []) -> example
     parse_cells: Callable[..., Example] = staticmethod(examples_lib.sentence_from_cells)
@@ -301,9 +301,9 @@ class TrainingSet:
     def batch(self, block: int, step: int, indices: np.ndarray) -> Batch:
         """Returns rows `indices` of a step; texts share rows within blocks of `block` rows only."""
         batch = self.batches.batch(step, indices)
-        if not self.kind.shares_rows:
+        if not self.kind.packs_rows:
             return batch
-        return packing.share_rows(batch, self.batches.lengths(step), block)
+        return packing.pack_batch(batch, self.batches.lengths(step), block)
 
 
 @dataclasses.dataclass

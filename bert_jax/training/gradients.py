@@ -192,9 +192,9 @@ def gather_outside_layers(
 def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
     """Returns the `threefry8` noise, a function of the rows' numbers in the phase."""
     noise = layers.RowNoise.of(key, micro["rows"])
-    if "tokens" in micro:  # texts share rows, see `embeddings.packing`
-        slot_length = micro["tokens"].shape[1]
-        numbers = micro["places"] // slot_length  # of each token's text
+    if "row_indices" in micro:  # texts share rows, see `embeddings.packing`
+        slot_length = micro["row_indices"].shape[1]
+        numbers = micro["slot_indices"] // slot_length  # of each token's text
         return layers.TextNoise(noise.keys, numbers, micro["positions"])
     return noise
 

@@ -88,7 +88,7 @@ def test_vectors_are_of_the_encoder_s_states(pooling, layers, combine, trained, 
         trained, texts, pooling=pooling, layers=layers, combine=combine
     )
     close(found, np.concatenate(expected))
-    assert (embedder.texts, embedder.cut, embedder.max_length) == (16, 2, 128)
+    assert (embedder.texts, embedder.truncated_texts, embedder.max_length) == (16, 2, 128)
     if pooling == "tokens":
         assert pieces == [text.split()[:126] for text in texts]
 
@@ -131,18 +131,18 @@ def test_vectors_are_the_same_on_any_devices_in_any_batch(
 @pytest.mark.parametrize("pooling", [pytest.param("mean", marks=pytest.mark.long), "tokens"])
 def test_order_is_kept_over_windows_and_their_parts(pooling, trained, texts, monkeypatch):
     expected, pieces, _ = embedded(trained, texts, pooling=pooling)
-    monkeypatch.setattr(embed, "_TEXTS", 3)
-    monkeypatch.setattr(embed, "_BYTES", 20 * WIDTH * 4)
+    monkeypatch.setattr(embed, "_WINDOW_TEXTS", 3)
+    monkeypatch.setattr(embed, "_VECTOR_BYTES", 20 * WIDTH * 4)
     found, again, embedder = embedded(trained, texts, pooling=pooling)
     close(found, expected)
     assert again == pieces and embedder.texts == len(texts)
-    monkeypatch.setattr(embed, "_CHARACTERS", 100)
+    monkeypatch.setattr(embed, "_WINDOW_CHARACTERS", 100)
     close(embedded(trained, texts, pooling=pooling)[0], expected)
 
 
 def test_texts_are_cut_at_the_length_asked_for(trained, texts):
     found, pieces, embedder = embedded(trained, texts, max_length=16, pooling="tokens")
-    assert embedder.cut == sum(length > 14 for length in LENGTHS)
+    assert embedder.truncated_texts == sum(length > 14 for length in LENGTHS)
     assert pieces == [text.split()[:14] for text in texts]
     short = [" ".join(text.split()[:14]) for text in texts]
     close(found, embedded(trained, short, pooling="tokens")[0])
@@ -239,7 +239,7 @@ def test_passages_are_a_text_in_parts_that_are_read_whole(most, trained, texts):
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=most)
     encode = trained.tokenizer.encode
     for text in (*texts, "w7 w9 " * 40, "w9"):
-        parts = embedder.passages(text)
+        parts = embedder.split_text(text)
         assert [piece for part in parts for piece in encode(part)] == encode(text)
         words = [ids for _, _, ids in trained.tokenizer.words(text)]
         assert max(map(len, map(encode, parts))) <= max(most - 2, *map(len, words), 0)
@@ -250,7 +250,7 @@ def test_passages_are_a_text_in_parts_that_are_read_whole(most, trained, texts):
 
 
 def test_a_failure_halfway_leaves_the_file_of_before(copy_of_run, monkeypatch):
-    monkeypatch.setattr(embed, "_TEXTS", 2)
+    monkeypatch.setattr(embed, "_WINDOW_TEXTS", 2)
     pathlib.Path("v.npz").write_text("mine")
     words = ("standard input:10: byte 0 of the line is not UTF-8",)
     text = b"wa\n" * 9 + b"\xff\n"

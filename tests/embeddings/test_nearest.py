@@ -18,7 +18,7 @@ def test_results_equal_a_stable_sort_of_all_products(data):
     order, queries = drawn.permutation(50)[:count], drawn.integers(-2, 3, (query_count, 2))
     block, few = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     with mock.patch.multiple(nearest, _BLOCK_QUERIES=few):
-        blocks = (vectors[part] for part in nearest.parts(order, block))
+        blocks = (vectors[part] for part in nearest.split_indices(order, block))
         indices, products = nearest.nearest(blocks, queries.astype(np.float32), top)
     all_products = queries.astype(np.float64) @ vectors[order].astype(np.float64).T
     for row, found, values in zip(all_products, indices, products, strict=True):
@@ -32,7 +32,7 @@ def test_memory_does_not_grow_with_queries_times_vectors(monkeypatch):
     monkeypatch.setattr(nearest, "_BLOCK_QUERIES", 10)
     vectors, queries = np.ones((8_000, 1), np.float32), np.ones((300, 1), np.float32)
     tracemalloc.start()
-    blocks = (vectors[part] for part in nearest.parts(np.arange(8_000), 1_000))
+    blocks = (vectors[part] for part in nearest.split_indices(np.arange(8_000), 1_000))
     nearest.nearest(blocks, queries, 11)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -12,13 +12,13 @@ LENGTHS = st.lists(st.integers(2, 300), max_size=60)
 @given(LENGTHS, st.sampled_from([300, 512, 1024]), st.integers(1, 4))
 def test_each_text_stands_in_one_row_and_fits(lengths, row_tokens, shards):
     seen, sizes = [], {}
-    for places, slots, rows in packing.batches(lengths, row_tokens, 300, shards):
+    for slot_tokens, slots, rows in packing.batches(lengths, row_tokens, 300, shards):
         assert len(rows) == shards and rows[0]
-        assert sizes.setdefault(places, slots) == slots
+        assert sizes.setdefault(slot_tokens, slots) == slots
         for row in rows:
             assert len(row) <= slots
             assert sum(lengths[i] for i in row) <= row_tokens
-            assert all(lengths[i] <= places for i in row)
+            assert all(lengths[i] <= slot_tokens for i in row)
             seen += row
     assert sorted(seen) == list(range(len(lengths)))
     assert len(sizes) <= 6
@@ -30,19 +30,19 @@ def test_a_row_says_where_its_texts_stand(lengths):
     texts = [rng.integers(5, 1000, n).astype(np.int32) for n in lengths]
     row = packing.pack(texts, 100, slots=9, slot_tokens=13)
     whole = np.append(row["input_ids"], -1)  # at 100, where there is none
-    for text, tokens in zip(texts, row["tokens"], strict=False):
+    for text, tokens in zip(texts, row["row_indices"], strict=False):
         np.testing.assert_array_equal(
             whole[tokens], np.pad(text, (0, 13 - len(text)), constant_values=-1)
         )
         np.testing.assert_array_equal(row["positions"][tokens[: len(text)]], np.arange(len(text)))
-    assert (row["tokens"][len(texts) :] == 100).all()
-    used = sum(lengths)
-    np.testing.assert_array_equal(row["tokens"].ravel()[row["places"][:used]], np.arange(used))
+    assert (row["row_indices"][len(texts) :] == 100).all()
+    used, flat = sum(lengths), row["row_indices"].ravel()
+    np.testing.assert_array_equal(flat[row["slot_indices"][:used]], np.arange(used))
     assert {name: values.shape for name, values in row.items()} == {
         "input_ids": (100,),
         "positions": (100,),
-        "tokens": (9, 13),
-        "places": (100,),
+        "row_indices": (9, 13),
+        "slot_indices": (100,),
     }
     assert all(values.dtype == np.int32 for values in row.values())
 

@@ -42,7 +42,7 @@ CASES = json.loads(pathlib.Path(__file__).with_name("retrieval.json").read_text(
 @pytest.mark.parametrize("block", [65_536, 3])
 def test_scores_equal_those_of_trec_eval(number, block, tmp_path, monkeypatch):
     """Cases have ties, shared ids, grades, negative or repeated judgements, or no relevant text."""
-    monkeypatch.setattr(DENSE, "block", block)
+    monkeypatch.setattr(DENSE, "block_texts", block)
     scores = scores_of(CASES[number], tmp_path)
     assert list(scores) == ["recall@1", "recall@10", "mrr@10", "ndcg@10"]
     assert scores == pytest.approx(CASES[number]["scores"], abs=1e-12)

@@ -26,13 +26,13 @@ MODEL = types.SimpleNamespace(
 class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
-    width, max_length, features, cut = 26, 9, Features(normalize=True), 0
+    width, max_length, features, truncated_texts = 26, 9, Features(normalize=True), 0
     form, form_name = FORMS["dense"], "dense"
 
     def __init__(self):
         self.given, self.roles = [], []
 
-    def passages(self, text):
+    def split_text(self, text):
         return text.split("|")
 
     def embed(self, texts, role="document"):

@@ -44,7 +44,7 @@ def test_scores_of_sparse_vectors_are_products():
 def test_records_and_slices_hold_the_same_vectors(form, vectors, width):
     form = FORMS[form]
     records, counts = form.split_records(vectors)
-    assert records.dtype.itemsize * records[:1].size == form.record(width).itemsize
+    assert records.dtype.itemsize * records[:1].size == form.record_dtype(width).itemsize
     again = form.join_records(records, counts, width)
     parts = form.concatenate([again[0:3], again[3:4]])
     for other in (again, parts):
@@ -80,7 +80,7 @@ def test_queries_have_a_fixed_length_and_punctuation_of_texts_no_vector():
     assert selection.skipped_tokens == [".", ",", "(", ")"]
 
     def fit(text):
-        return selection.fit_query(np.array(kinds.ids(text))).tolist()
+        return selection.resize_query(np.array(kinds.ids(text))).tolist()
 
     assert fit("[CLS] wa [SEP]") == kinds.ids("[CLS] wa [SEP] [MASK] [MASK] [MASK]")
     assert fit("[CLS] [SEP]") == kinds.ids("[CLS] [SEP] [MASK] [MASK] [MASK] [MASK]")

@@ -309,7 +309,7 @@ def test_packed_texts_are_embedded_in_their_slots(on_cuda):
     depth = BERT.num_hidden_layers
     run = embedding_program.build(BERT, depth, features, (depth,), "dense", mesh)
     row, tokens = np.zeros((1, 96), np.int32), np.zeros((1, BATCH, LENGTH), np.int32)
-    batch = {"input_ids": row, "positions": row, "places": row, "tokens": tokens}
+    batch = {"input_ids": row, "positions": row, "slot_indices": row, "row_indices": tokens}
     forward, _ = expected(*WHOLE, "", "PADDING", lengths=True)
     assert calls(run.trace(params, batch)) == [forward]
 

@@ -74,7 +74,7 @@ def examples(kind, base, loss="contrastive"):
     """The kind and its rows of all examples of the golden file."""
     how = finetuning(kind, loss)
     implementation = how.task.spec.implementing_class
-    made = implementation(how.task, (), base.tokenizer, implementation.vectors_of(how, base))
+    made = implementation(how.task, (), base.tokenizer, implementation.vector_settings(how, base))
     lists = [
         Candidates("f:1", str(query), tuple(map(str, documents)), tuple(map(float, scores)))
         for query, documents, scores in zip(
@@ -183,7 +183,7 @@ def test_cached_gradients_are_those_of_the_whole_batch(kind, base):
 def test_scores_equal_those_of_sentence_transformers(kind, base):
     """As `embed` and `search` compute them."""
     implementation = finetuning(kind).task.spec.implementing_class
-    vectors = implementation.vectors_of(finetuning(kind), base)
+    vectors = implementation.vector_settings(finetuning(kind), base)
     model = dataclasses.replace(base, vectors=vectors)
     embedder = Embedder(model, Features(normalize=True), samples.mesh_of(1, Parallelism()))
     texts = {"query": GOLDEN["queries"], "document": GOLDEN["documents"].reshape(-1)}

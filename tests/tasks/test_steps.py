@@ -40,7 +40,7 @@ def train(objective, rows, parallelism=None, devices=4, steps=STEPS, sharing=Fal
     for number in range(steps):
         host = batches.batch(number, everything)
         if sharing:
-            host = packing.share_rows(host, batches.lengths(number), size // (devices * parts))
+            host = packing.pack_batch(host, batches.lengths(number), size // (devices * parts))
         batch = feed.place(host, everything, size, sharding)
         window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         key = step.phase_key(objective.model, 0, 0)

@@ -61,7 +61,7 @@ class MultiVectorObjective(RetrieverObjective):
         hidden, _ = encode_texts(encoder, self.model, batch, noise, loop)
         return similarity.project(hidden, params["projection"]["kernel"])
 
-    def comparable(self, vectors: jax.Array, batch: Batch) -> Any:
+    def scoring_inputs(self, vectors: jax.Array, batch: Batch) -> Any:
         return vectors, batch["token_weights"]
 
     def score_pairs(self, queries: Any, texts: Any) -> jax.Array:
@@ -72,7 +72,7 @@ class MultiVectorObjective(RetrieverObjective):
 
 
 class MultiVector(Retriever):
-    """The kind of `multi_vector`."""
+    """The task kind `multi_vector`."""
 
     form, form_name = FORMS["multi_vector"], "multi_vector"
     objective_class = MultiVectorObjective
@@ -88,10 +88,10 @@ class MultiVector(Retriever):
         self._selection = TokenSelection(tokenizer, vectors)
 
     @classmethod
-    def vectors_of(cls, experiment: Finetuning, base: Base) -> TextVectors:
+    def vector_settings(cls, experiment: Finetuning, base: Base) -> TextVectors:
         settings = experiment.multi_vector
         return dataclasses.replace(
-            super().vectors_of(experiment, base),
+            super().vector_settings(experiment, base),
             query_length=settings.query_length,
             skipped_tokens=settings.skipped_tokens,
         )
@@ -109,15 +109,15 @@ class MultiVector(Retriever):
 
     def row(self, text: str, role: TextRole, location: str) -> np.ndarray:
         row = super().row(text, role, location)
-        return self._selection.fit_query(row) if role == "query" else row
+        return self._selection.resize_query(row) if role == "query" else row
 
-    def add_targets(self, rows: TaskRows, roles: Sequence[TextRole]) -> None:
+    def add_token_weights(self, rows: TaskRows, roles: Sequence[TextRole]) -> None:
         """Adds `token_weights`, 1 for tokens that have a vector."""
         rows.token_arrays["token_weights"] = [
             self._selection.has_vector(ids, role == "query").astype(np.float32)
             for ids, role in zip(rows.ids, roles, strict=True)
         ]
 
-    def text_vectors(self, outputs: Outputs, rows: TaskRows) -> Sequence[np.ndarray]:
+    def row_vectors(self, outputs: Outputs, rows: TaskRows) -> Sequence[np.ndarray]:
         weights = rows.token_arrays["token_weights"]
         return [vectors[kept > 0] for vectors, kept in zip(outputs, weights, strict=True)]

@@ -1,7 +1,7 @@
 """What the kinds `sparse` and `multi_vector` share: examples, rows, losses and scores.
 
 An encoder reads queries and texts separately, and a score compares the vectors of both. So the
-vectors of texts can be stored, as those of `similar`. Losses are those of sentence-transformers:
+vectors of texts can be stored, as with `similar`. Losses are those of sentence-transformers:
 MultipleNegativesRanking, MarginMSE and DistillKLDiv.
 
 Shape letters: B rows, E examples, K texts of an example, padded to the longest list.
@@ -62,7 +62,7 @@ class RetrieverObjective(TaskObjective):
     def vectors(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns the vectors of each row, float32 [B, ...]."""
+        """Returns the vectors of each row, float32 [B, ...]; for the arguments see `logits`."""
         raise NotImplementedError
 
     def predict(
@@ -70,8 +70,8 @@ class RetrieverObjective(TaskObjective):
     ) -> jax.Array:
         return self.vectors(params, fixed, batch, noise, loop)
 
-    def comparable(self, vectors: jax.Array, batch: Batch) -> Any:
-        """Returns what `score_pairs` compares: arrays [B, ...]."""
+    def scoring_inputs(self, vectors: jax.Array, batch: Batch) -> Any:
+        """Returns the inputs of `score_pairs` for all rows: arrays [B, ...]."""
         return vectors
 
     def score_pairs(self, queries: Any, texts: Any) -> jax.Array:
@@ -87,10 +87,10 @@ class RetrieverObjective(TaskObjective):
         noise: layers.Noise | None,
         loop: Loop,
     ) -> losses_lib.Metrics:
-        """Computes the metrics of rows by their vectors."""
+        """Computes the metrics of a batch from its vectors."""
         settings, per_example, axes = self.settings, self.rows_per_example, mesh_lib.manual_axes()
         rows = jax.tree.map(
-            lambda x: x.reshape(-1, per_example, *x.shape[1:]), self.comparable(vectors, batch)
+            lambda x: x.reshape(-1, per_example, *x.shape[1:]), self.scoring_inputs(vectors, batch)
         )
         queries = jax.tree.map(lambda x: x[:, 0], rows)
         texts = jax.tree.map(lambda x: x[:, 1:], rows)
@@ -125,7 +125,7 @@ class RetrieverObjective(TaskObjective):
 
 
 def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Candidates:
-    """Returns the example of a query, one text or a list, and, if labelled, scores of the texts.
+    """Returns an example: a query, its text or list of texts, and their scores if labelled.
 
     The text of `task.negative_column` follows the others.
     """
@@ -149,7 +149,7 @@ def _role_of(passage: Passage) -> TextRole:
 class Retriever(Rank):
     """A kind that scores texts for a query by their vectors: a row for each query and each text."""
 
-    reads, shares_rows = "vectors", True
+    reads, packs_rows = "vectors", True
     parse_cells = staticmethod(candidates_from_cells)
     form: ClassVar[VectorForm] = DENSE
     form_name: ClassVar[Literal["sparse", "multi_vector"]]
@@ -179,8 +179,8 @@ class Retriever(Rank):
         return cls(task, labels, base.tokenizer, TextVectors(**notes["vectors"]))
 
     @classmethod
-    def vectors_of(cls, experiment: Finetuning, base: Base) -> TextVectors:
-        """Returns how the trained model makes vectors."""
+    def vector_settings(cls, experiment: Finetuning, base: Base) -> TextVectors:
+        """Returns how the trained model computes vectors."""
         task = inherit_prompts(experiment.task, base.vectors)
         return TextVectors(
             max_length=task.max_sequence_length,
@@ -201,10 +201,10 @@ class Retriever(Rank):
         teacher: Literal["run", "skip"] = "run",
     ) -> TrainingSet:
         task = experiment.task
-        kind = cls(task, (), base.tokenizer, cls.vectors_of(experiment, base))
+        kind = cls(task, (), base.tokenizer, cls.vector_settings(experiment, base))
         loss = getattr(experiment, task.kind).loss
-        labelled: examples_lib.Labelled = "unlabelled" if loss == "contrastive" else "labelled"
-        examples = cast(list[Candidates], examples_lib.read(task, task.train, labelled, tally))
+        label_mode: examples_lib.Labelled = "unlabelled" if loss == "contrastive" else "labelled"
+        examples = cast(list[Candidates], examples_lib.read(task, task.train, label_mode, tally))
         for example in examples:
             if loss != "contrastive" and len(example.candidates) < 2:
                 raise InputError(
@@ -214,9 +214,9 @@ class Retriever(Rank):
         rows = kind.rows(examples)
         kind.rows_per_example = rows.rows_per_example
         batches = kind.make_batches(rows, experiment)
-        identity = (examples_lib.sha256(examples, ()),)
-        keys = frozenset(map(examples_lib.text_key, examples))
-        return TrainingSet(kind, len(examples), batches, rows, (), identity, keys)
+        hashes = (examples_lib.sha256(examples, ()),)
+        text_keys = frozenset(map(examples_lib.text_key, examples))
+        return TrainingSet(kind, len(examples), batches, rows, (), hashes, text_keys)
 
     def make_batches(self, rows: TaskRows, experiment: Finetuning) -> TaskBatches:
         """Returns the batches of the training rows."""
@@ -224,7 +224,7 @@ class Retriever(Rank):
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
         settings = getattr(experiment, self.task.kind)
-        return {"settings": settings, "text_vectors": self.vectors_of(experiment, base)}
+        return {"settings": settings, "text_vectors": self.vector_settings(experiment, base)}
 
     def row(self, text: str, role: TextRole, location: str) -> np.ndarray:
         """Returns the token ids of a text with its prefix, truncated, int32 [n]."""
@@ -263,25 +263,25 @@ class Retriever(Rank):
     def _make_rows(self, texts: Sequence[tuple[str, TextRole, str]]) -> TaskRows:
         """Returns a row for each (text, role, location)."""
         rows = TaskRows([self.row(*text) for text in texts], self.task.max_sequence_length)
-        self.add_targets(rows, [role for _, role, _ in texts])
+        self.add_token_weights(rows, [role for _, role, _ in texts])
         return rows
 
-    def add_targets(self, rows: TaskRows, roles: Sequence[TextRole]) -> None:
-        """Adds to rows what the kind needs for each token."""
+    def add_token_weights(self, rows: TaskRows, roles: Sequence[TextRole]) -> None:
+        """Adds `token_weights` to rows, 1 for tokens that have a vector; by default nothing."""
 
     def _key(self, text: str, location: str) -> int:
         """Returns a hash of the tokens of a text that fit into a row, at least 1."""
         tokens = self.encode(text, location)[: self._text_limit]
         return max(zlib.crc32(np.array(tokens, np.uint32).tobytes()), 1)
 
-    def text_vectors(self, outputs: Outputs, rows: TaskRows) -> Sequence[Any]:
+    def row_vectors(self, outputs: Outputs, rows: TaskRows) -> Sequence[Any]:
         """Returns the vectors of each row, for `VectorForm.stack`."""
         return outputs
 
     def predict_scores(
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]
     ) -> Iterator[np.ndarray]:
-        vectors, count = self.text_vectors(outputs, rows), rows.rows_per_example
+        vectors, count = self.row_vectors(outputs, rows), rows.rows_per_example
         for number, example in enumerate(examples):
             first = number * count
             texts = vectors[first + 1 : first + 1 + len(example.candidates)]
@@ -291,9 +291,9 @@ class Retriever(Rank):
         return scores
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
-        """Returns scores of retrieval, or scores of ranking as means over the queries."""
+        """Returns retrieval metrics of a BEIR folder, else mean ranking metrics of the queries."""
         if isinstance(examples[0], Passage):
-            vectors = self.text_vectors(outputs, rows)
+            vectors = self.row_vectors(outputs, rows)
             return retrieval.scores(vectors, cast(Sequence[Passage], examples), self.form)
         return super().scores(outputs, rows, cast(Sequence[Candidates], examples))
 

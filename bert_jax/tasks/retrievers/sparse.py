@@ -44,7 +44,7 @@ class EncoderWithMaskedLM(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SparseObjective(RetrieverObjective):
-    """The `Objective` of sparse vectors: a loss of scores, and a penalty on weights."""
+    """The `Objective` of sparse vectors: a loss on scores, and a penalty on weights."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -89,14 +89,14 @@ class SparseObjective(RetrieverObjective):
         grouped = vectors.reshape(*weights.shape, -1)
         parts = (settings.query_penalty, slice(0, 1)), (settings.document_penalty, slice(1, None))
         penalty = sum(
-            weight
+            coefficient
             * similarity.flops_penalty(
                 grouped[:, part].reshape(-1, grouped.shape[2]), weights[:, part].reshape(-1), axes
             )
-            for weight, part in parts
+            for coefficient, part in parts
         )
         penalty = penalty * batch["penalty_share"][0]
-        # Each shard has a part of the penalty of all examples, which is no mean over examples.
+        # The shards' parts of the penalty add up, but a metric is divided by the total count.
         count = metrics["loss"][1]
         total = jax.lax.psum(count, axes) if axes else count
         metrics["penalty"] = jnp.stack([penalty * total, count])
@@ -108,17 +108,17 @@ class SparseBatches(TaskBatches):
 
     def __init__(self, rows: TaskRows, pad_id: int, experiment: Finetuning):
         super().__init__(rows, pad_id, experiment.batch_size, experiment.seed)
-        draws = len(rows.ids) // rows.rows_per_example
-        steps = math.ceil(experiment.epochs * draws / experiment.batch_size)
-        self._rising = max(int(steps * experiment.sparse.penalty_warmup), 1)
+        examples = len(rows.ids) // rows.rows_per_example
+        steps = math.ceil(experiment.epochs * examples / experiment.batch_size)
+        self._warmup_steps = max(int(steps * experiment.sparse.penalty_warmup), 1)
 
     def batch(self, step: int, indices: np.ndarray) -> HostBatch:
-        share = np.float32(min(step / self._rising, 1) ** 2)
+        share = np.float32(min(step / self._warmup_steps, 1) ** 2)
         return super().batch(step, indices) | {"penalty_share": np.full(len(indices), share)}
 
 
 class Sparse(Retriever):
-    """The kind of `sparse`."""
+    """The task kind `sparse`."""
 
     reads, form, form_name = "masked_lm", FORMS["sparse"], "sparse"
     objective_class = SparseObjective
