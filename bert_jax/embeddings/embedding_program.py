@@ -21,7 +21,7 @@ from bert_jax.training import mesh as mesh_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """The hidden states that become vectors, and how they are pooled."""
+    """The settings of vectors: the hidden states they are made of, and how these are pooled."""
 
     # `mean`: of all tokens including [CLS] and [SEP], as sentence-transformers pools; `cls`: the
     # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each
