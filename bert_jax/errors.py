@@ -12,7 +12,7 @@ UNAVAILABLE, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # 128 + SIGINT
 PEER_LOST = 134  # 128 + SIGABRT, with which JAX ends a process
 
-# Meanings of the exit codes of all commands. `Command.codes` overrides them and adds others.
+# Meanings of the exit codes of all commands. `Command.exit_codes` overrides them and adds others.
 _MEANINGS = {
     FINISHED: "finished",
     FAILED: "the run failed, or an internal error",
@@ -20,8 +20,8 @@ _MEANINGS = {
     UNAVAILABLE: "the machine or the network failed (a full disk, a bucket out of reach)",
     INTERRUPTED: "Ctrl-C",
 }
-# The meanings for commands that train.
-TRAINING_CODE_MEANINGS = {
+# The meanings of exit codes for commands that train.
+TRAINING_EXIT_CODES = {
     UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
     "       arrive, a hang, a full disk); run again to resume (`bert-jax launch` does)",
     STOPPED: "stopped on request with the state saved; run again to resume",

@@ -70,10 +70,10 @@ _ONE_POOL, _KEEP = ((-8, 1),), ((-4, 0), (-1, 2**31 - 1))
 
 
 def use_one_memory_pool() -> None:
-    """Makes the C library use one pool for all threads, which `keep_freed_memory` needs.
+    """Makes the C library use one memory pool for all threads, which `keep_freed_memory` needs.
 
-    Must be called before threads start, which otherwise get pools of 64 MB each. The larger buffers
-    of a step do not fit there, and would be mapped and unmapped at each step.
+    Must be called before threads start: each would get a pool of 64 MB. The larger buffers of a
+    training step do not fit into such a pool, and would be mapped and unmapped at each step.
     """
     _mallopt(_ONE_POOL)
 

@@ -24,7 +24,7 @@ LAUNCHERS = ("local", "gke", "tpu_vm")
 _RETRIES = 10
 # Seconds to finish dispatched steps and to save; spot machines give only half a minute.
 _GRACE = 300
-_SPOT = "cheaper machines, may be taken back"
+_SPOT_HELP = "cheaper machines, may be taken back"
 # A host without its TPU fails, rather than training on its CPU.
 ENVIRONMENT = {"JAX_PLATFORMS": "tpu,cpu"}
 
@@ -84,7 +84,7 @@ def _launch_rented(args: argparse.Namespace) -> int:
 
     from . import checks, gke, spec, tpu_vm
 
-    force = checks.parse_force(args.force)  # before anything takes time
+    skipped = checks.parse_force(args.force)  # before anything takes time
     if not args.workdir.startswith("gs://"):
         raise InputError(
             f"--workdir {args.workdir}: rented machines share no disk; name a bucket, "
@@ -105,7 +105,7 @@ def _launch_rented(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(script, end="")
         return errors.FINISHED
-    checks.run_checks(run_spec, force, args.price_per_chip_hour)
+    checks.run_checks(run_spec, skipped, args.price_per_chip_hour)
     path = spec.staging_folder(run_spec.name) / "launch.sh"
     with translate_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--processes", type=count, default=2, metavar="N", help="processes to start [2]")
     devices = "virtual CPU devices of each [1]"
     add("--devices-per-process", type=count, default=1, metavar="D", help=devices)
-    add("--slices", type=count, default=1, metavar="S", help="slices of the processes [1]")
+    add("--slices", type=count, default=1, metavar="S", help="slices that the processes form [1]")
     arrive = "seconds for the processes to connect to each other [120]"
     add("--arrive-within", type=seconds, default=120.0, metavar="S", help=arrive)
     hang = (
@@ -157,14 +157,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--hang-after", type=seconds, default=600.0, metavar="S", help=hang)
     add("--workdir", metavar="W", help="folder of the EXPERIMENT's run [runs/NAME]")
-    _add_run(local, 0)
+    _add_common_flags(local, 0)
 
     gke = commands.add_parser(
         "gke",
         help="a TPU slice of a GKE cluster, as a JobSet",
         epilog="exit code: 0 launched; 1 kubectl failed; 2 bad input, or the cluster refused it",
     )
-    _add_rented(gke)
+    _add_rented_flags(gke)
     add = gke.add_argument
     image = "container image, built from the Dockerfile and pushed"
     add("--image", required=True, metavar="IMAGE:TAG", help=image)
@@ -179,7 +179,7 @@ def _make_parser() -> argparse.ArgumentParser:
     privileged = "run pods as root with all rights, if the nodes require it for their TPUs"
     add("--privileged", action="store_true", help=privileged)
     tier = gke.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help=_SPOT)
+    tier.add_argument("--spot", action="store_true", help=_SPOT_HELP)
     tier.add_argument("--reservation", default="", metavar="NAME", help="your reservation to use")
 
     tpu_vm = commands.add_parser(
@@ -188,7 +188,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="exit code: 0 finished; 74, 75, 134 launch again to resume; 1 the run failed; 2 bad "
         "input, or no machines",
     )
-    _add_rented(tpu_vm)
+    _add_rented_flags(tpu_vm)
     add = tpu_vm.add_argument
     add("--zone", required=True, help="where to rent, e.g. us-west4-a")
     add("--project", default="", help="project that is billed [gcloud's own setting]")
@@ -196,15 +196,15 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--valid-until", default="24h", metavar="T", help=wait)
     version = "software version of the machines [by type of TPU]"
     add("--runtime-version", metavar="V", help=version)
-    keep = "keep the machines at the end, which costs money; Ctrl-C does not stop the run either"
+    keep = "keep the machines at the end, which costs money; Ctrl-C then leaves the run running"
     add("--keep", action="store_true", help=keep)
     tier = tpu_vm.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help=_SPOT)
+    tier.add_argument("--spot", action="store_true", help=_SPOT_HELP)
     tier.add_argument("--reserved", action="store_true", help="machines of your reservation")
     return parser
 
 
-def _add_run(parser: argparse.ArgumentParser, retries: int) -> None:
+def _add_common_flags(parser: argparse.ArgumentParser, retries: int) -> None:
     """Adds the flags that all launchers have."""
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="a.b=c", help="change a field; repeatable")
@@ -217,13 +217,13 @@ def _add_run(parser: argparse.ArgumentParser, retries: int) -> None:
     add("--dry-run", action="store_true", help=about)
 
 
-def _add_rented(parser: argparse.ArgumentParser) -> None:
+def _add_rented_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that all launchers of rented machines have."""
     add = parser.add_argument
     add("experiment", metavar="EXPERIMENT", help="a file, .py or resolved .json")
     add("--workdir", required=True, metavar="gs://...", help="folder of the run")
     add("--topology", required=True, metavar="SLICE", help="TPUs: v5e:8x8, v3:4x4, ...")
-    _add_run(parser, _RETRIES)
+    _add_common_flags(parser, _RETRIES)
     add("--name", help="name of the resources [the experiment's name and the hash of its config]")
     price = _number_between(float, 0, 1e9)
     add("--price-per-chip-hour", type=price, metavar="P", help="to show costs, in any currency")

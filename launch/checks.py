@@ -27,8 +27,8 @@ def parse_force(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def run_checks(spec: Spec, force: frozenset[str], price_per_chip_hour: float | None) -> None:
-    """Runs all checks except those in `force`; prints their names and the plan.
+def run_checks(spec: Spec, skipped: frozenset[str], price_per_chip_hour: float | None) -> None:
+    """Runs all checks that are not in `skipped`; prints their names and the plan.
 
     The price is in any currency; None: no costs are shown.
     """
@@ -39,7 +39,7 @@ def run_checks(spec: Spec, force: frozenset[str], price_per_chip_hour: float | N
         "plan": lambda: require_large_enough_slice(spec, price_per_chip_hour),
     }
     for name in NAMES:
-        if name in force:
+        if name in skipped:
             report(f"check {name}: left out (--force)")
             continue
         report(f"check {name}")
@@ -50,11 +50,11 @@ def run_checks(spec: Spec, force: frozenset[str], price_per_chip_hour: float | N
 
 
 def head_commit() -> str:
-    """Returns the commit that is shipped, in hexadecimal."""
+    """Returns the commit that rented machines install, in hexadecimal."""
     if not (ROOT / ".git").exists():  # an installed package, perhaps inside another checkout
         raise InputError(
-            f"{ROOT}: no git checkout, but machines are given a commit of one; clone bert_jax, and "
-            "use `python -m launch` there"
+            f"{ROOT}: no git checkout, whose commit rented machines would install; clone "
+            "bert_jax, and use `python -m launch` there"
         )
     return _git("rev-parse", "HEAD").strip()
 
@@ -64,7 +64,7 @@ def require_clean_commit() -> None:
     head_commit()
     if changed := _git("status", "--porcelain").splitlines():
         raise InputError(
-            f"{ROOT}: {len(changed)} files differ from the commit that is shipped, such as "
+            f"{ROOT}: {len(changed)} files differ from the commit to install, such as "
             f"{printable(changed[0][3:])}; commit them"
         )
 
@@ -83,7 +83,7 @@ def _git(*arguments: str) -> str:
 
 
 def require_writable_workdir(spec: Spec) -> None:
-    """Raises InputError if the workdir is not writable, or rented machines do not see a file."""
+    """Raises InputError if rented machines could not write the workdir or not read an input."""
     experiment = spec.experiment
     if experiment.init_from:  # a base can only be read from a disk
         raise InputError(
@@ -110,7 +110,7 @@ def require_healthy_corpus(spec: Spec) -> None:
     corpus = mirror.open_workdir(spec.workdir, spec.experiment.run.corpus_dir, to_write=True).corpus
     if not storage_of(corpus).exists(corpus / COMPLETE):
         raise InputError(
-            f"{corpus}: no prepared corpus, which would take time of rented machines; run "
+            f"{corpus}: no prepared corpus, which would cost time on rented machines; run "
             f"`bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.experiment.phases}))

@@ -1,7 +1,7 @@
 """`python -m launch gke EXPERIMENT ...`: a run on GKE, as the JobSet of `launch.jobset`.
 
 The cluster has the machines or creates them. Kubernetes starts the pods, and restarts all of them
-when one was preempted or lost, but not when the run itself has failed (`spec.FINAL`).
+when one was preempted or lost, but not when the run itself has failed (`spec.FATAL`).
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from bert_jax.errors import InputError
 
 from . import jobset
-from .spec import FINAL, Spec, heredoc, staging_folder
+from .spec import FATAL, Spec, heredoc, staging_folder
 
 # Seconds to wait for pods, which save before they end.
 _DELETE_SECONDS = 1200
@@ -26,7 +26,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
         image=jobset.require_pinned_image(args.image),
         namespace=args.namespace,
         service_account=args.service_account,
-        capacity=jobset.capacity(args.spot, args.reservation),
+        node_labels=jobset.node_labels(args.spot, args.reservation),
         grace=args.grace,
         privileged=args.privileged,
     )
@@ -48,29 +48,29 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     yield f"# {spec.name}: {topology.name}, {topology.chips} chips on {spec.hosts} hosts;"
     yield f"# image {pods.image}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
-    yield f"# Exit codes {', '.join(map(str, FINAL))} of a pod end the run. Others except 0, such"
+    yield f"# Exit codes {', '.join(map(str, FATAL))} of a pod end the run. Others except 0, such"
     yield f"# as 75 after a preemption, restart all pods, {spec.retries} times at most."
     yield "# To list its pods, to follow the log of its first host, and to end it:"
     yield f"#   {shlex.join([*kubectl, 'get', 'pods', selector, '--output=wide'])}"
     yield f"#   {shlex.join([*logs, '--tail=-1', '--follow'])}"
     yield f"#   {delete}"
     yield "set -eu"
-    yield f"there=$({shlex.join([*get, '--output=name'])})"
+    yield f"existing=$({shlex.join([*get, '--output=name'])})"
     yield f"ended=$({shlex.join([*get, '--output=jsonpath={.status.terminalState}'])})"
     yield 'if [ -n "$ended" ]; then'
     yield f'  echo "launch: {spec.name} has ended before (JobSet $ended); deleting it" >&2'
     yield f"  {delete}"
-    yield "  there="
+    yield "  existing="
     yield "fi"
     yield ""
     yield shlex.join(["mkdir", "-p", os.fspath(path.parent)])
     yield from heredoc(path, manifest)
     yield "# No change if it is running; another experiment of the same name is refused."
     yield f"if ! {shlex.join([*kubectl, 'apply', f'--filename={path}'])}; then"
-    yield f'  [ -n "$there" ] || {delete}'
+    yield f'  [ -n "$existing" ] || {delete}'
     yield "  exit 2"
     yield "fi"
-    yield f'echo "launch: {spec.name} is launched; the first lines of $0 show and end it" >&2'
+    yield f'echo "launch: {spec.name} is launched; see $0 for commands to follow or end it" >&2'
 
 
 def _context(args: argparse.Namespace) -> list[str]:

@@ -15,7 +15,7 @@ import yaml
 
 from bert_jax.errors import InputError
 
-from .spec import EXPERIMENT, FINAL, Spec, slice_names
+from .spec import EXPERIMENT, FATAL, Spec, slice_names
 
 CONTAINER = "run"
 # Name of the only group of pods; host 3 of slice 0 of NAME is the pod NAME-hosts-0-3-XXXXX.
@@ -28,10 +28,10 @@ SHA256 = "bert-jax/config-sha256"  # an annotation of the JobSet
 
 # Folders of the experiment's file, and of copies of corpora and compiled steps.
 CONFIG_FOLDER, CACHE_FOLDER = "/etc/bert_jax", "/cache"
-# Ports of JAX's coordinator, on every generation of TPU, and of the TPU between hosts.
+# Ports of JAX's coordinator (on every generation of TPU) and of the TPU runtime between hosts.
 COORDINATOR_PORT, TPU_PORT = 8482, 8471
 
-# Machines of one slice start minutes apart, and each pulls the image.
+# For the pods to connect: machines of a slice start minutes apart, and each pulls the image.
 _ARRIVE_SECONDS = "900"
 _USER = 1000  # user of the image
 _LARGEST_CONFIG = 1_000_000  # bytes, slightly less than a ConfigMap may hold
@@ -44,13 +44,13 @@ class Pods:
     image: str  # with a tag or digest
     namespace: str
     service_account: str  # of Kubernetes, which may use the bucket; "": the namespace's default
-    capacity: dict[str, str]  # node labels that choose spot machines or a reservation
+    node_labels: dict[str, str]  # that choose spot machines or a reservation
     grace: int  # seconds between SIGTERM and SIGKILL, to finish dispatched steps and save
     # Whether pods run as root with all rights, which some nodes require for their TPUs.
     privileged: bool
 
 
-def capacity(spot: bool, reservation: str) -> dict[str, str]:
+def node_labels(spot: bool, reservation: str) -> dict[str, str]:
     """Returns the node labels of spot machines, of a reservation, or none."""
     if spot:
         return {"cloud.google.com/gke-spot": "true"}
@@ -68,7 +68,7 @@ def require_pinned_image(image: str) -> str:
 def render_manifest(spec: Spec, pods: Pods) -> str:
     """Returns the manifest as YAML: a ConfigMap with the experiment, and the JobSet."""
     if len("".join([spec.config, *spec.code.values()]).encode()) > _LARGEST_CONFIG:
-        raise InputError(f"{spec.experiment.name}: as JSON it is larger than a ConfigMap may be")
+        raise InputError(f"{spec.experiment.name}: its JSON is larger than a ConfigMap may be")
     metadata = {
         "name": spec.name,
         "namespace": pods.namespace,
@@ -96,8 +96,8 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
     failure = {"name": "failure", "action": "FailJobSet", "onJobFailureReasons": reasons}
     template, slices = {"spec": _job(spec, pods)}, spec.rented_topology.slices
     hosts = {"name": GROUP, "replicas": slices, "template": template}
-    # A pod that is still saving holds the workdir. Several slices restart independently: the others
-    # do not wait for a missing slice, nor end when a slice that is not needed ends.
+    # Blocking: a pod that is still saving holds the workdir, so all must end before any restarts.
+    # Several slices restart independently: no slice waits for a missing one or ends with another.
     strategy, action = "BlockingRecreate", "RestartJobSet"
     if slices > 1:
         strategy, action = "Recreate", "RestartJob"
@@ -118,7 +118,7 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
-    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FATAL)}
     return {
         "parallelism": spec.hosts // spec.rented_topology.slices,
         "completions": spec.hosts // spec.rented_topology.slices,
@@ -134,8 +134,8 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
-    gke = slice_names(spec.rented_topology)
-    if not gke.gke_accelerator:
+    names = slice_names(spec.rented_topology)
+    if not names.gke_accelerator:
         raise InputError(
             f"--topology {spec.rented_topology.name}: not on GKE; choose another generation, or "
             "`launch tpu_vm`"
@@ -150,9 +150,9 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
         **account,
         "automountServiceAccountToken": False,  # pods do not use the cluster's API
         "nodeSelector": {
-            "cloud.google.com/gke-tpu-accelerator": gke.gke_accelerator,
-            "cloud.google.com/gke-tpu-topology": gke.gke_topology,
-            **pods.capacity,
+            "cloud.google.com/gke-tpu-accelerator": names.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": names.gke_topology,
+            **pods.node_labels,
         },
         "securityContext": user,
         "containers": [_container(spec, pods)],
@@ -192,16 +192,16 @@ def _renumber_process(hosts: int) -> list[str]:
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
-    """Returns the variables of a pod; with GKE's own, JAX could not name a missing host."""
+    """Returns a pod's variables: with those that GKE sets, JAX could not name a missing host."""
     given = {"BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS, "BERT_JAX_CACHE_DIR": CACHE_FOLDER}
     given |= {"JAX_NUM_PROCESSES": str(spec.hosts), **spec.environment}
     variables: list[dict[str, Any]] = [
         {"name": name, "value": _escape(value)} for name, value in sorted(given.items())
     ]
     slices = spec.rented_topology.slices
-    firsts = [f"{spec.name}-{GROUP}-{number}-0.{spec.name}" for number in range(slices)]
+    first_hosts = [f"{spec.name}-{GROUP}-{number}-0.{spec.name}" for number in range(slices)]
     if spec.hosts > 1:
-        addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in firsts)
+        addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in first_hosts)
         index = f"metadata.annotations['{INDEX}']"
         variables += [
             # The first process of each slice, by a name that all pods of the JobSet can resolve.
@@ -216,7 +216,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
         variables += [
             {"name": "MEGASCALE_NUM_SLICES", "value": str(slices)},
             {"name": "MEGASCALE_SLICE_ID", "valueFrom": {"fieldRef": {"fieldPath": label}}},
-            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": firsts[0]},
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first_hosts[0]},
         ]
     return variables
 

@@ -57,14 +57,14 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
     retries = spec.retries
     while True:
         result = _run_pod(spec.command(os.fspath(file)), args)
-        if is_final(result.code) or result.asked or not retries:
+        if is_final(result.code) or result.stop_requested or not retries:
             return result.code
         retries -= 1
         report(f"{spec.name}: exit code {result.code}; starting it again, {retries} retries left")
 
 
 def _run_pod(command: Sequence[str], args: argparse.Namespace) -> pod.ProcessResult:
-    """Runs a command in a pod; `bert-jax` is that of this interpreter, not one on the path."""
+    """Runs a command in a pod; `bert-jax` runs in this interpreter, whatever is on the path."""
     if command[0] == "bert-jax":
         command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]
     elif shutil.which(command[0]) is None:
@@ -91,4 +91,4 @@ def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterato
     flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names)
     package = __name__.rpartition(".")[0]
     start = [sys.executable, "-m", package, "local", *flags, f"--retries={spec.retries}"]
-    yield shlex.join([*start, *spec.command(os.fspath(file))[2:]])
+    yield shlex.join([*start, *spec.command(os.fspath(file))[2:]])  # without `bert-jax pretrain`

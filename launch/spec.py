@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # not at run time: it imports jax, which would delay `launch 
 EXPERIMENT = "experiment.json"
 
 # Cloud TPU allows 63 characters; the names of a cluster's pods also hold numbers.
-_LONGEST = 40
+_MAX_NAME_LENGTH = 40
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_HASH = 8  # characters of the config's hash, which make names unique
+_HASH_LENGTH = 8  # characters of the config's hash, which make names unique
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def make_spec(
     environment: Mapping[str, str] | None = None,
     retries: int = 0,
 ) -> Spec:
-    """Returns the spec of an experiment's file, .py or .json, with settings of the form of `--set`.
+    """Returns the spec of an experiment's file, .py or .json, with settings written as for `--set`.
 
     The default of `hosts` is the number of hosts of the topology. The default name is that of the
     experiment with the beginning of the config's hash.
@@ -83,10 +83,10 @@ def make_spec(
     resolved = config.override(config.load(experiment), settings)
     text = config.to_json(resolved)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    if name is not None and (len(name) > _LONGEST or not _NAME.fullmatch(name)):
+    if name is not None and (len(name) > _MAX_NAME_LENGTH or not _NAME.fullmatch(name)):
         raise InputError(
-            f"--name {name}: use at most {_LONGEST} of lower case letters, digits and hyphens, "
-            "beginning with a letter and not ending with a hyphen"
+            f"--name {name}: use at most {_MAX_NAME_LENGTH} of lower case letters, digits and "
+            "hyphens, beginning with a letter and not ending with a hyphen"
         )
     if hosts is None:
         hosts = 1 if topology is None else slice_names(topology).hosts * topology.slices
@@ -108,7 +108,7 @@ def make_spec(
 def _default_name(name: str, sha256: str) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
-    return f"{slug[: _LONGEST - _HASH - 1].strip('-')}-{sha256[:_HASH]}"
+    return f"{slug[: _MAX_NAME_LENGTH - _HASH_LENGTH - 1].strip('-')}-{sha256[:_HASH_LENGTH]}"
 
 
 def staging_folder(name: str) -> pathlib.Path:
@@ -134,23 +134,22 @@ def heredoc(path: pathlib.Path, text: str) -> Iterator[str]:
 
 # --- Exit codes ---------------------------------------------------------------------------------
 
-# Exit codes after which a run is not restarted; neither is it after 0. Any other (74, 75, 134, a
+# Exit codes of fatal failures: the run is not restarted. Any other except 0 (74, 75, 134, a
 # signal's) is a failure of a machine, the network or another process, and the run is restarted.
-FINAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
+FATAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
 
 
 def is_final(code: int) -> bool:
     """Returns whether a run with this exit code is not restarted."""
-    return code == errors.FINISHED or code in FINAL
+    return code == errors.FINISHED or code in FATAL
 
 
 # --- Names of slices ----------------------------------------------------------------------------
 #
 # bert_jax names slices as v5e:8x8 (`bert_jax.tools.plan.topology`). Cloud TPU names the same slice
-# by a generation and a number. The number counts cores up to v5p, two per chip, even where v4 and
-# v5p join them into one device; on v5e and v6e it counts chips. TPU7x has such a name, which counts
-# cores, but Cloud TPU's own API does not offer it. GKE names the generation and the
-# shape in two labels of a node.
+# by a generation and a number. On v5e and v6e, the number counts chips; on all others it counts
+# cores, two per chip, although v4 and v5p join them into one device. Cloud TPU's own API does not
+# offer TPU7x. GKE names the generation and the shape in two labels of a node.
 #
 # Sources: Cloud TPU's pages of each generation (cloud.google.com/tpu/docs/v2 to tpu7x: shapes,
 # types, hosts and VMs), "TPU software versions" (tpu/docs/runtimes), "Plan TPUs in GKE"
@@ -162,26 +161,26 @@ class _Generation(NamedTuple):
     """The names of one generation of TPU."""
 
     prefix: str  # of accelerator types
-    counts: int  # per chip, in the number of an accelerator type: its cores, or 1
+    units_per_chip: int  # in the number of an accelerator type: the chip's cores, or 1
     gke: str = ""  # label of the nodes; "" if GKE does not offer the generation
     machine: str = ""  # machine type of the nodes in GKE, without the number of chips
     runtime: str = "tpu-ubuntu2204-base"  # machine image for JAX; "" if not in Cloud TPU's own API
-    # Numbers of chips of slices that are one machine. All other slices have machines of 4 chips.
-    whole_hosts: tuple[int, ...] = (4,)
-    single: tuple[str, str] = ("", "")  # label and type of a slice of one machine, if different
+    # Sizes of the slices that are one machine. All other slices have machines of 4 chips.
+    single_host_chips: tuple[int, ...] = (4,)
+    single_host: tuple[str, str] = ("", "")  # their label and machine type, if different
 
 
 _CHIPS_A_HOST = 4
-_V3_SINGLE, _WHOLE = ("tpu-v3-device", "ct3-hightpu"), (1, 4, 8)
+_V3_HOST, _HOST_CHIPS = ("tpu-v3-device", "ct3-hightpu"), (1, 4, 8)
 _V5E, _V6E = ("tpu-v5-lite-podslice", "ct5lp-hightpu"), ("tpu-v6e-slice", "ct6e-standard")
 
 _GENERATIONS = {
     "v2": _Generation("v2", 2),
-    "v3": _Generation("v3", 2, "tpu-v3-slice", "ct3p-hightpu", single=_V3_SINGLE),
+    "v3": _Generation("v3", 2, "tpu-v3-slice", "ct3p-hightpu", single_host=_V3_HOST),
     "v4": _Generation("v4", 2, "tpu-v4-podslice", "ct4p-hightpu"),
-    "v5e": _Generation("v5litepod", 1, *_V5E, "v2-alpha-tpuv5-lite", _WHOLE),
+    "v5e": _Generation("v5litepod", 1, *_V5E, "v2-alpha-tpuv5-lite", _HOST_CHIPS),
     "v5p": _Generation("v5p", 2, "tpu-v5p-slice", "ct5p-hightpu", "v2-alpha-tpuv5"),
-    "v6e": _Generation("v6e", 1, *_V6E, "v2-alpha-tpuv6e", _WHOLE),
+    "v6e": _Generation("v6e", 1, *_V6E, "v2-alpha-tpuv6e", _HOST_CHIPS),
     "tpu7x": _Generation("tpu7x", 2, "tpu7x", "tpu7x-standard", runtime=""),
 }
 
@@ -203,13 +202,13 @@ def slice_names(topology: "Topology") -> SliceNames:
     """Returns the names and sizes of a slice; with several slices, those of each."""
     name, _, shape = topology.slice_name.partition(":")
     generation, chips = _GENERATIONS[name], topology.chips // topology.slices
-    is_single = chips in generation.whole_hosts
+    is_single = chips in generation.single_host_chips
     chips_per_host = chips if is_single else _CHIPS_A_HOST
     label, machine = generation.gke, generation.machine
-    if is_single and generation.single[0]:
-        label, machine = generation.single
+    if is_single and generation.single_host[0]:
+        label, machine = generation.single_host
     return SliceNames(
-        accelerator_type=f"{generation.prefix}-{chips * generation.counts}",
+        accelerator_type=f"{generation.prefix}-{chips * generation.units_per_chip}",
         runtime_version=generation.runtime,
         hosts=chips // chips_per_host,
         chips_per_host=chips_per_host,

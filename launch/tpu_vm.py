@@ -19,12 +19,12 @@ import bert_jax
 from bert_jax.errors import InputError
 
 from . import checks
-from .spec import EXPERIMENT, FINAL, Spec, heredoc, slice_names, staging_folder
+from .spec import EXPERIMENT, FATAL, Spec, heredoc, slice_names, staging_folder
 
 # The part of the script that is the same in every launch; the scripts of hosts follow below.
 _BODY = pathlib.Path(__file__).with_suffix(".sh")
 # Seconds between two checks of the request and the hosts, and between two attempts.
-POLL = 30
+POLL_SECONDS = 30
 # Seconds to create the machines, after the service has found them.
 _CREATION_SECONDS = 1800
 
@@ -80,7 +80,7 @@ echo $? > run.exit.new
 mv run.exit.new run.exit
 """
 # The output has a prefix, since ssh and gcloud print lines of their own.
-_CODE = """\
+_PRINT_EXIT_CODE = """\
 # Prints the exit code of the run, "running", or 134 if it was killed with its machine.
 cd "$(dirname "$0")"
 code=134
@@ -110,7 +110,7 @@ def host_files(spec: Spec) -> dict[str, str]:
         "install.sh": _INSTALL,
         "start.sh": _START,
         "run.sh": _RUN.format(environment=environment, command=shlex.join(spec.command())),
-        "code.sh": _CODE,
+        "code.sh": _PRINT_EXIT_CODE,
         "stop.sh": _STOP,
     }
 
@@ -125,7 +125,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     commit = checks.head_commit()
     topology = spec.rented_topology
     if topology.slices > 1:
-        raise InputError(f"--topology {topology.name}: rents one slice; `launch gke` takes several")
+        raise InputError(f"--topology {topology.name}: tpu_vm rents one slice; use `launch gke`")
     names = slice_names(topology)
     if not names.runtime_version:
         raise InputError(
@@ -140,8 +140,8 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
         f"--valid-until-duration={args.valid_until}",
         *(f"--{tier}" for tier in ("spot", "reserved") if getattr(args, tier)),
     ]
-    location = [f"--zone={args.zone}", "--quiet"]
-    location[1:1] = [f"--project={args.project}"] if args.project else []
+    project = [f"--project={args.project}"] if args.project else []
+    location = [f"--zone={args.zone}", *project, "--quiet"]
     folder, remote, texts = staging_folder(spec.name), f"bert-jax/{spec.name}", host_files(spec)
     wheel = f"bert_jax-{bert_jax.__version__}-py3-none-any.whl"
     files = [os.fspath(folder / name) for name in sorted([*texts, wheel, "constraints.txt"])]
@@ -155,10 +155,10 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
         "PYTHON": sys.executable,
         "FOLDER": os.fspath(folder),
         "REMOTE": remote,
-        "POLL": str(POLL),
+        "POLL": str(POLL_SECONDS),
         "WAIT": str(wait),
     }
-    lists = {"LOCATION": location, "REQUEST": request, "FILES": files, "FINAL": map(str, FINAL)}
+    lists = {"LOCATION": location, "REQUEST": request, "FILES": files, "FINAL": map(str, FATAL)}
     ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", spec.name, *location]
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     yield "#!/usr/bin/env bash"

@@ -154,7 +154,7 @@ def objects(bucket_server, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "_granted", set())
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(retry, "LONGEST_WAIT", 0.05)
-    monkeypatch.setattr(retry.waits, "deadline", math.inf)
+    monkeypatch.setattr(retry.control, "deadline", math.inf)
 
     async def briefly(seconds):
         del seconds

@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_156,
     "checkpoints": 1_224,
-    "cli": 2_410,
+    "cli": 2_406,
     "config": 2_801,
     "data": 4_078,
     "distributed": 1_203,

@@ -51,8 +51,8 @@ GROUPS = {
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
-# Commands that were flags of `pretrain` before.
-_MOVED = {
+# Former flags of `pretrain`, and the commands that replace them.
+_FORMER_FLAGS = {
     "--text": "auto TEXT --hours H",
     "--hours": "auto TEXT --hours H",
     "--base": "auto TEXT --hours H --base B",
@@ -63,17 +63,14 @@ _MOVED = {
 
 
 def _summary(name: str, command: Command) -> str:
-    indent = " " * 28
     return textwrap.fill(
-        command.summary, 100, initial_indent=f"    {name:<24}", subsequent_indent=indent
+        command.summary, 100, initial_indent=f"    {name:<24}", subsequent_indent=28 * " "
     )
 
 
 def _program_parser() -> Parser:
     """Returns the parser of the options before COMMAND."""
-    parser = Parser(
-        "bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_CODE_MEANINGS
-    )
+    parser = Parser("bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_EXIT_CODES)
     lines = ["commands (`bert-jax COMMAND --help` describes one):"]
     for title, commands in GROUPS.items():
         lines += ["", f"  {title}:", *(_summary(*item) for item in commands.items())]
@@ -119,8 +116,8 @@ def _reject_old_syntax(name: str, words: Sequence[str]) -> None:
         raise InputError("conformance instances: is now `bert-jax conformance-instances`")
     if name == "pretrain":
         for flag in (word.partition("=")[0] for word in words):
-            if flag in _MOVED:
-                raise InputError(f"{flag}: is now a command, `bert-jax {_MOVED[flag]}`")
+            if flag in _FORMER_FLAGS:
+                raise InputError(f"{flag}: is now a command, `bert-jax {_FORMER_FLAGS[flag]}`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,9 +153,9 @@ def _parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code; prints an error in one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for what its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # the encoding may be ASCII
     prepare_process()
-    retry.waits.reset(report=functools.partial(print, file=sys.stderr))
+    retry.control.reset(report=functools.partial(print, file=sys.stderr))
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):
@@ -185,16 +182,16 @@ def _run(args: argparse.Namespace) -> int:
         return _report(error, args.argv)
 
 
-def _report(error: BaseException, words: Sequence[str]) -> int:
+def _report(error: BaseException, argv: Sequence[str]) -> int:
     if isinstance(error, KeyError) and str(error.args[0]).endswith("://"):
         # etils raises KeyError("s3://") for an address that it has no backend for.
-        path = next((word for word in words if error.args[0] in word), error.args[0])
+        path = next((word for word in argv if error.args[0] in word), error.args[0])
         error = InputError(f"{path}: not a local path or a bucket (gs://); download it first")
     if isinstance(error, OSError):
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = errors.DiskFull
-            # Errors of the package's own writes name a file, so this one is of standard output.
+            # The package's own writes name their file: without one, standard output failed.
             if error.filename is None:
                 error.filename = "standard output"
                 _drop_output()

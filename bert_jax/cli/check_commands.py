@@ -30,7 +30,7 @@ COMMANDS = CommandTable()
     ),
     shared.SETTINGS,
     shared.CACHE,
-    codes={FAILED: "a problem was found, or the command failed"},
+    exit_codes={FAILED: "a problem was found, or the command failed"},
 )
 def doctor(args: argparse.Namespace) -> int:
     """Examines text or a corpus and prints the findings."""
@@ -72,7 +72,7 @@ def doctor(args: argparse.Namespace) -> int:
         help="plan the run in W if EXPERIMENT is not given, and save the plan as W/plan.json",
         group="shared options",
     ),
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
 )
 def plan(args: argparse.Namespace) -> int:
     """Estimates memory, speed and cost on TPU slices by compiling the steps."""
@@ -120,7 +120,7 @@ def plan(args: argparse.Namespace) -> int:
     shared.EXPERIMENT,
     shared.SETTINGS,
     shared.CACHE,
-    codes={FAILED: "a run that was killed differs from one that was not, or the command failed"},
+    exit_codes={FAILED: "a killed run differs from one that was not killed, or the command failed"},
 )
 def verify_resume(args: argparse.Namespace) -> int:
     """Kills a run at random moments and compares it with a run that was not killed."""
@@ -136,14 +136,14 @@ def verify_resume(args: argparse.Namespace) -> int:
     "conformance",
     "check conformance with google-research/bert; also list where an EXPERIMENT deviates",
     shared.OPTIONAL_EXPERIMENT,
-    shared.SAVED_EXPERIMENT,
+    shared.EXPERIMENT_WORKDIR,
     shared.SETTINGS,
-    codes={FAILED: "a check failed, or the command failed"},
+    exit_codes={FAILED: "a check failed, or the command failed"},
 )
 def conformance(args: argparse.Namespace) -> int:
     """Checks that bert-jax makes the data, losses and updates that google-research/bert makes."""
-    is_given = args.experiment or args.workdir or args.set
-    experiment = resolve_experiment(args) if is_given else None
+    names_experiment = args.experiment or args.workdir or args.set
+    experiment = resolve_experiment(args) if names_experiment else None
     from bert_jax.tools.conformance import checklist
 
     return FINISHED if checklist.check_rules(experiment) else FAILED

@@ -38,9 +38,9 @@ COMMANDS = CommandTable()
         metavar="TEXT",
         help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
         "does not use are removed",
-        dest="vocabulary",
+        dest="pruning_text",
     ),
-    Argument("--vocabulary", dest="vocabulary", help=argparse.SUPPRESS),  # an earlier name
+    Argument("--vocabulary", dest="pruning_text", help=argparse.SUPPRESS),  # an earlier name
     Argument(
         "--keep",
         metavar="N",
@@ -48,7 +48,7 @@ COMMANDS = CommandTable()
         type=int,
         default=0,
     ),
-    Argument("--add", metavar="FILE", help="words, one a line, that become tokens"),
+    Argument("--add", metavar="FILE", help="words, one per line, that become tokens"),
     Argument(
         "--with-optimizer",
         action="store_true",
@@ -59,9 +59,9 @@ COMMANDS = CommandTable()
 )
 def import_base(args: argparse.Namespace) -> int:
     """Turns another library's checkpoint, or a run, into a base."""
-    if args.keep and not args.vocabulary:
+    if args.keep and not args.pruning_text:
         raise InputError("--keep: requires --prune-vocabulary TEXT")
-    if args.tokenizer and (args.vocabulary or args.add):
+    if args.tokenizer and (args.pruning_text or args.add):
         raise InputError(
             "--tokenizer: replaces the vocabulary; remove --prune-vocabulary and --add"
         )
@@ -75,7 +75,7 @@ def import_base(args: argparse.Namespace) -> int:
         args.tokenizer,
         print_now,
         content="with_moments" if args.with_optimizer else "params",
-        text=args.vocabulary or "",
+        text=args.pruning_text or "",
         limit=args.keep,
         words=args.add or "",
     )
@@ -83,7 +83,7 @@ def import_base(args: argparse.Namespace) -> int:
 
 
 def _require_source(source: str) -> None:
-    """Raises InputError, before jax is loaded, if there is nothing at SOURCE."""
+    """Raises InputError, before jax is imported, if SOURCE does not exist."""
     name = source.removesuffix(".index")  # the prefix of a TensorFlow checkpoint's files
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
@@ -117,17 +117,17 @@ def _require_source(source: str) -> None:
     Argument(
         "--push",
         metavar="OWNER/NAME",
-        help="upload the export to this repository of the Hugging Face Hub, too; if it is missing, "
-        "it is made, as a private one",
+        help="also upload the export to this repository of the Hugging Face Hub; if missing, it is "
+        "created as private",
     ),
     Argument(
         "--all-checkpoints",
         action="store_true",
-        help="export each checkpoint of a run, to FOLDER/step-N; --push uploads each to a branch "
-        "step-N, and the newest to main, too",
+        help="export each checkpoint of a run to FOLDER/step-N; --push uploads each to the branch "
+        "step-N, and the newest also to main",
     ),
     shared.RUN_OR_BASE,
-    *shared.MODEL_FLAGS,
+    *shared.MODEL_ARGUMENTS,
 )
 def export(args: argparse.Namespace) -> int:
     """Exports a run, a fine-tuned run or a base in the format of Hugging Face transformers."""
@@ -142,7 +142,7 @@ def export(args: argparse.Namespace) -> int:
         _export(run, args, out)
         _push(args, out, "main")
         return FINISHED
-    reject_flags(args, ("--checkpoint",), "--all-checkpoints: exports all of them")
+    reject_flags(args, ("--checkpoint",), "--all-checkpoints exports every checkpoint")
     from bert_jax.checkpoints.load import Checkpoints
 
     steps = sorted(Checkpoints(run.checkpoints).steps)

@@ -1,4 +1,4 @@
-"""The commands that look at runs, experiments and text."""
+"""The commands that inspect runs, experiments and text."""
 
 import argparse
 import itertools
@@ -53,8 +53,8 @@ COMMANDS = CommandTable()
 )
 def report(args: argparse.Namespace) -> int:
     """Writes an HTML page about runs."""
-    for root in args.run:
-        open_run_or_base(root)  # raises if there is none, before jax is imported
+    for path in args.run:
+        open_run_or_base(path)  # raises if there is none, before jax is imported
     from bert_jax.tools.report import page
 
     every = args.every if args.follow else None
@@ -71,7 +71,7 @@ def report(args: argparse.Namespace) -> int:
         action="store_true",
         help="read all checkpoints and compare them with their checksums",
     ),
-    codes={FAILED: "the command failed, or --verify found a damaged checkpoint"},
+    exit_codes={FAILED: "the command failed, or --verify found a damaged checkpoint"},
 )
 def checkpoints(args: argparse.Namespace) -> int:
     """Lists the checkpoints of a run."""
@@ -79,8 +79,8 @@ def checkpoints(args: argparse.Namespace) -> int:
     from bert_jax.checkpoints import layout, load
     from bert_jax.training import mesh as mesh_lib
 
-    kind = Finetuning if workdir.holds_finetuning(run) else Experiment
-    experiment = workdir.load_experiment(run, kind)
+    experiment_class = Finetuning if workdir.holds_finetuning(run) else Experiment
+    experiment = workdir.load_experiment(run, experiment_class)
     if not storage_of(run.checkpoints).names(run.checkpoints):
         raise InputError(f"{run.checkpoints}: no checkpoint yet")
     reader = load.Checkpoints(run.checkpoints)
@@ -94,11 +94,11 @@ def checkpoints(args: argparse.Namespace) -> int:
         if fork := workdir.fork_record(run):
             print_now(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
         print_now(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
-    for row, number in enumerate(steps):  # the newest first
+    for position, number in enumerate(steps):  # the newest first
         folder = run.checkpoints / str(number)
         saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().mtime))
         words = [f"{losses[number]:.3f}" if number in losses else "-"]
-        labels = {"newest": row == 0, "best": number == best, "damaged": number in damaged}
+        labels = {"newest": position == 0, "best": number == best, "damaged": number in damaged}
         words += [label for label, applies in labels.items() if applies]
         print_now(f"{number:>10}  {saved_at}  {_megabytes(folder):>9.1f}  {', '.join(words)}")
     for folder in sorted(run.checkpoints.glob(f"{layout.DAMAGED_PREFIX}*")):
@@ -154,9 +154,9 @@ def _megabytes(folder: epath.Path) -> float:
     ),
     shared.OPTIONAL_EXPERIMENT,
     shared.WORKDIR,
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
     shared.CHECKPOINT,
-    *shared.COLUMNS,
+    *shared.COLUMN_ARGUMENTS,
     shared.BASE_OF_FINETUNED,
 )
 def evaluate(args: argparse.Namespace) -> int:
@@ -180,20 +180,20 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
         remedy = "give --workdir" if not args.workdir else "remove EXPERIMENT and --set"
         raise InputError(f"--task: {remedy}")
-    runs = {root: open_run_or_base(root) for root in (args.workdir, *args.also)}
+    runs = {path: open_run_or_base(path) for path in (args.workdir, *args.also)}
     for run in runs.values():
         reject_flags_unless_finetuned(run, args)
     from bert_jax.tasks import probes
 
     columns = shared.column_fields(args)
     tasks = probes.Probes(args.task, max_pairs=None, where="--task", fields=columns)
-    for root, run in runs.items():
+    for path, run in runs.items():
         model = load_model(run, args)
         results: dict[str, Any] = probes.score_probes(tasks, model)
         if baselines := probes.retrieval_baselines(tasks, model):
             results["baselines"] = baselines
-        print(*_score_lines(results, f"{root}: " if args.also else ""), sep="\n")
-        print(json.dumps({"workdir": root, "step": model.step, **results}))
+        print(*_score_lines(results, f"{path}: " if args.also else ""), sep="\n")
+        print(json.dumps({"workdir": path, "step": model.step, **results}))
     return FINISHED
 
 
@@ -205,9 +205,9 @@ def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
             yield from minimal_pairs.score_lines(f"{prefix}{name}", results["minimal_pairs"][name])
         elif name in results.get("similar", {}):
             baselines = results.get("baselines", {}).get(name, {})
-            for row, values in ({name: results["similar"][name]} | baselines).items():
+            for label, values in ({name: results["similar"][name]} | baselines).items():
                 scores = (f"{metric} {value:.4f}" for metric, value in values.items())
-                yield f"{prefix}{row}  {', '.join(scores)}"
+                yield f"{prefix}{label}  {', '.join(scores)}"
         else:
             majority = results["majority"][name]
             yield f"{prefix}{name}  {score:.4f}, majority baseline {majority:.4f}"
@@ -235,26 +235,26 @@ def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
 def layers(args: argparse.Namespace) -> int:
     """Scores each layer on tasks and draws attention; writes W/layers.html."""
     if not args.tasks and args.attention is None:
-        raise InputError("layers: name --tasks, --attention, or both")
+        raise InputError("layers: give --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
     workdir.require_local(args.workdir)  # the results are written there
     run = open_run_or_base(args.workdir)
     attention, record = None, dict[str, Any]()
     model = load_model(run, args, allow_finetuned=False)
-    from bert_jax.tools import layer_scores as layers_lib
+    from bert_jax.tools import layer_scores
     from bert_jax.tools.report import page
 
     if args.attention is not None:
         with prefix_errors("--attention"):
             attention = model.attention(args.attention)
     if args.tasks:
-        record = layers_lib.score_layers(args.tasks, model, print_now)
+        record = layer_scores.score_layers(args.tasks, model, print_now)
         for line in page.table_of_layers(record).lines():
             print(line)
         workdir.write_json(run.layers, record)
     elif run.layers.exists():  # the page keeps the scores of an earlier command
-        record = workdir.read_json(run.layers, layers_lib.FORMAT_VERSION)
+        record = workdir.read_json(run.layers, layer_scores.FORMAT_VERSION)
     page.write_layers(run.root / "layers.html", model.name, record, attention)
     print_now(f"layers: {run.root / 'layers.html'}")
     return FINISHED
@@ -307,7 +307,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
             f"({'; '.join(changed)}); to show the run, remove EXPERIMENT and --set; to show your "
             "settings, name a new --workdir and a prepared corpus: --set run.corpus_dir=FOLDER"
         )
-    checkpoint = workdir.fork_record(run).get("checkpoint", "0")
+    checkpoint = workdir.fork_record(run).get("checkpoint", "0")  # of a fork: RUN/checkpoints/STEP
     if args.step < int(checkpoint.rpartition("/")[2]):
         raise InputError(
             f"--step {args.step}: this run was forked from {checkpoint}; for earlier steps name "
@@ -328,7 +328,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
         const="",
     ),
     shared.OPTIONAL_EXPERIMENT,
-    shared.SAVED_EXPERIMENT,
+    shared.EXPERIMENT_WORKDIR,
     shared.SETTINGS,
 )
 def print_config(args: argparse.Namespace) -> int:

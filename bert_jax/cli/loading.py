@@ -1,4 +1,4 @@
-"""What several commands load or require before they do their work."""
+"""Functions that open runs, load models and check arguments for several commands."""
 
 import argparse
 import os
@@ -21,20 +21,20 @@ if typing.TYPE_CHECKING:
 T = typing.TypeVar("T", bound=Section)
 
 
-def open_named_run(root: str | None) -> Workdir:
+def open_named_run(path: str | None) -> Workdir:
     """Opens the workdir that --workdir names, to read it; raises InputError if it names none."""
-    if not root:
+    if not path:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
-    return mirror.open_workdir(root)
+    return mirror.open_workdir(path)
 
 
-def load_saved_experiment(run: Workdir, settings: Sequence[str], kind: type[T]) -> T:
+def load_saved_experiment(run: Workdir, settings: Sequence[str], cls: type[T]) -> T:
     """Returns the experiment of a run, with the settings applied."""
-    return config.override(workdir.load_experiment(run, kind), settings)
+    return config.override(workdir.load_experiment(run, cls), settings)
 
 
 def resolve_experiment(args: argparse.Namespace) -> Experiment:
-    """Returns the experiment named by EXPERIMENT, else the one saved in --workdir, with --set."""
+    """Returns EXPERIMENT, else the experiment saved in --workdir, with --set applied."""
     if args.experiment is not None:
         return config.override(config.load(args.experiment), args.set)
     return load_saved_experiment(open_named_run(args.workdir), args.set, Experiment)
@@ -47,21 +47,18 @@ def open_run(args: argparse.Namespace) -> tuple[Experiment, Workdir]:
         experiment = load_saved_experiment(run, args.set, Experiment)
         return experiment, run.with_corpus(experiment.run.corpus_dir)
     experiment = resolve_experiment(args)
-    root = root_of(experiment, args.workdir)
-    return experiment, mirror.open_workdir(root, experiment.run.corpus_dir)
+    path = workdir_path(experiment, args.workdir)
+    return experiment, mirror.open_workdir(path, experiment.run.corpus_dir)
 
 
-def root_of(experiment: Experiment, root: str | None) -> str:
-    """Returns the argument of --workdir if it is given, else runs/NAME."""
-    return root or f"runs/{experiment.name}"
+def workdir_path(experiment: Experiment, path: str | None) -> str:
+    """Returns `path`, the argument of --workdir, or runs/NAME if it is None."""
+    return path or f"runs/{experiment.name}"
 
 
-def open_run_or_base(root: str) -> Workdir:
-    """Opens a run or a base; raises InputError if there is neither. Does not import jax.
-
-    `root` may name a model of the hub.
-    """
-    run = mirror.open_workdir(hub.locate_base(root))
+def open_run_or_base(path: str) -> Workdir:
+    """Opens a run, a base or a hub model, without importing jax; raises InputError without one."""
+    run = mirror.open_workdir(hub.locate_base(path))
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
         workdir.load_experiment(run)  # raises unless it is a pre-training run
     return run
@@ -89,14 +86,14 @@ def require_corpus(run: Workdir) -> None:
 def reject_flags_unless_finetuned(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
     """Raises InputError if a run is not fine-tuned, and --from or one of the flags is given."""
     if not workdir.holds_finetuning(run):
-        reason = f"{run.address}: only a fine-tuned run takes this"
+        reason = f"{run.address} is not a fine-tuned run"
         reject_flags(args, ("--from", *flags), reason)
 
 
 def load_model(
     run: Workdir, args: argparse.Namespace, allow_finetuned: bool = True
 ) -> "LoadedModel":
-    """Loads the model of a run or a base. The model of a fine-tuned run is a FinetunedModel.
+    """Loads the model of a run or a base; that of a fine-tuned run is a FinetunedModel.
 
     Raises InputError for a fine-tuned run if `allow_finetuned` is False.
     """

@@ -37,14 +37,14 @@ class Parser(argparse_flags.ArgumentParser):
         self,
         program: str,
         summary: str,
-        codes: Mapping[int, str],
+        exit_codes: Mapping[int, str],
         arguments: Sequence[Argument] = (),
     ):
         super().__init__(
             prog=program,
             usage=f"{program} [options] [arguments]",
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=errors.format_exit_codes(codes),
+            epilog=errors.format_exit_codes(exit_codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -63,8 +63,8 @@ class Parser(argparse_flags.ArgumentParser):
 
 def find_changed_flags(args: argparse.Namespace, flags: Iterable[str]) -> dict[Argument, Any]:
     """Returns {argument: value} of the flags whose value is not their default."""
-    known = (argument for argument in args.command.arguments if argument.names[0] in flags)
-    values = {argument: getattr(args, argument.dest) for argument in known}
+    selected = (argument for argument in args.command.arguments if argument.names[0] in flags)
+    values = {argument: getattr(args, argument.dest) for argument in selected}
     return {argument: value for argument, value in values.items() if value != argument.default}
 
 
@@ -84,11 +84,11 @@ class Command(NamedTuple):
     run: Handler
     summary: str
     arguments: tuple[Argument, ...]
-    codes: Mapping[int, str]  # overrides, see `errors.format_exit_codes`
+    exit_codes: Mapping[int, str]  # overrides for `errors.format_exit_codes`
 
     def parser(self, name: str) -> Parser:
         """Returns the parser of the command."""
-        return Parser(f"bert-jax {name}", self.summary, self.codes, self.arguments)
+        return Parser(f"bert-jax {name}", self.summary, self.exit_codes, self.arguments)
 
 
 class CommandTable(dict[str, Command]):
@@ -99,12 +99,12 @@ class CommandTable(dict[str, Command]):
         name: str,
         summary: str,
         *arguments: Argument,
-        codes: Mapping[int, str] = types.MappingProxyType({}),
+        exit_codes: Mapping[int, str] = types.MappingProxyType({}),
     ) -> Callable[[Handler], Handler]:
         """Returns a decorator that adds a function as a command; see `Command`."""
 
         def decorate(run: Handler) -> Handler:
-            self[name] = Command(run, summary, arguments, codes)
+            self[name] = Command(run, summary, arguments, exit_codes)
             return run
 
         return decorate

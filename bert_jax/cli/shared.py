@@ -29,7 +29,7 @@ PRICE = Argument(
 
 _shared = functools.partial(Argument, group="shared options")
 WORKDIR = _shared("--workdir", metavar="W", help="workdir of the run [runs/NAME]")
-SAVED_EXPERIMENT = _shared(
+EXPERIMENT_WORKDIR = _shared(
     "--workdir", metavar="W", help="the run whose experiment is taken if EXPERIMENT is not given"
 )
 RUN_OR_BASE = _shared(
@@ -67,16 +67,16 @@ CHECKPOINT = _shared(
 BASE_OF_FINETUNED = _shared(
     "--from",
     metavar="BASE",
-    help="where the model that the run was fine-tuned from is now, if it was moved",
+    help="current path of the model that the run was fine-tuned from, if it was moved",
     dest="base",
 )
-# The flags of most commands that train, and of most commands that use a model.
-TRAINING_FLAGS = (SETTINGS, CUSTOM_CODE, CACHE)
-MODEL_FLAGS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)
+# The arguments of most commands that train, and of most commands that use a model.
+TRAINING_ARGUMENTS = (SETTINGS, CUSTOM_CODE, CACHE)
+MODEL_ARGUMENTS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)
 
 _column = functools.partial(Argument, group="columns of the files of examples")
 # `dest` is the name of the task's field that the flag sets.
-COLUMNS = (
+COLUMN_ARGUMENTS = (
     _column(
         "--text",
         metavar="COLUMN",
@@ -107,7 +107,7 @@ COLUMNS = (
         choices=("stop", "skip"),
     ),
 )
-COLUMN_FLAGS = tuple(argument.names[0] for argument in COLUMNS)
+COLUMN_FLAGS = tuple(argument.names[0] for argument in COLUMN_ARGUMENTS)
 
 _vectors = functools.partial(Argument, group="vectors of texts")
 POOLING = _vectors(
@@ -121,7 +121,7 @@ NORMALIZE = _vectors(
     help="scale each vector to length 1 [as in the run or base]",
     action=argparse.BooleanOptionalAction,
 )
-VECTORS = (
+VECTOR_ARGUMENTS = (
     _vectors(
         "--layers",
         metavar="N,N",
@@ -159,11 +159,11 @@ VECTORS = (
     ),
 )
 
-VECTOR_FLAGS = tuple(argument.names[0] for argument in (POOLING, NORMALIZE, *VECTORS))
+VECTOR_FLAGS = tuple(argument.names[0] for argument in (POOLING, NORMALIZE, *VECTOR_ARGUMENTS))
 
 
 def column_fields(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the fields of a task that the flags of `COLUMNS` set."""
+    """Returns the fields of a task that the flags of `COLUMN_ARGUMENTS` set."""
     return {
         argument.dest: value for argument, value in find_changed_flags(args, COLUMN_FLAGS).items()
     }

@@ -13,11 +13,11 @@ from bert_jax.cli.loading import (
     open_run,
     print_now,
     resolve_experiment,
-    root_of,
+    workdir_path,
 )
 from bert_jax.cli.parsing import Argument, CommandTable, find_changed_flags, integer
 from bert_jax.config import Experiment, Finetuning
-from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
+from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_EXIT_CODES, InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.locks import lock
 from bert_jax.storage.workdir import Workdir
@@ -27,10 +27,10 @@ if typing.TYPE_CHECKING:
     from bert_jax.running.progress import Progress
 
 COMMANDS = CommandTable()
-_add_training = functools.partial(COMMANDS.add, codes=TRAINING_CODE_MEANINGS)
+_add_training_command = functools.partial(COMMANDS.add, exit_codes=TRAINING_EXIT_CODES)
 
-# The exit codes of runs, by how they ended.
-_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
+# The exit codes of runs by their outcome.
+_EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 
 def make_progress() -> "Progress":
@@ -68,8 +68,8 @@ def make_progress() -> "Progress":
 def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
     experiment = resolve_experiment(args)
-    root = root_of(experiment, args.workdir)
-    workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
+    path = workdir_path(experiment, args.workdir)
+    workdir = mirror.open_workdir(path, experiment.run.corpus_dir, to_write=True)
     from bert_jax.data import corpus
     from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 
@@ -90,24 +90,24 @@ def prepare(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@_add_training(
+@_add_training_command(
     "pretrain",
     "pre-train a run; the same command resumes it",
     shared.OPTIONAL_EXPERIMENT,
     shared.WORKDIR,
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
 )
 def pretrain(args: argparse.Namespace) -> int:
     """Starts or resumes a pre-training run."""
     return _pretrain(args, may_extend=False)
 
 
-@_add_training(
+@_add_training_command(
     "extend",
     "continue a finished run; raise the steps of its last phase with --set phases.I.steps=N",
     shared.OPTIONAL_EXPERIMENT,
     shared.WORKDIR,
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
 )
 def extend(args: argparse.Namespace) -> int:
     """Continues a run beyond its end."""
@@ -125,39 +125,38 @@ def _pretrain(args: argparse.Namespace, may_extend: bool) -> int:
         fork_point = find_pending_fork(run)
     else:
         experiment, origin = config.load_with_origin(args.experiment, args.set)
-    return _train(experiment, args.workdir, may_extend, origin, fork_point)
+    return _train(experiment, args.workdir, origin, fork_point, may_extend)
 
 
 def _train(
     experiment: Experiment,
-    root: str | None,
-    may_extend: bool,
-    origin: dict[str, Any] | None,
-    fork_point: "ForkPoint | None",
+    path: str | None,
+    origin: dict[str, Any] | None = None,
+    fork_point: "ForkPoint | None" = None,
+    may_extend: bool = False,
 ) -> int:
     """Trains an experiment; returns the exit code.
 
     Args:
-      root: the argument of --workdir.
-      may_extend: whether the last phase may have more steps than the saved run; else the number
-        of steps must be the same.
+      path: the argument of --workdir.
       origin: the record of where the experiment comes from; None keeps the saved record.
       fork_point: the checkpoint of another run that this run starts from.
+      may_extend: whether the last phase may have more steps than in the saved run.
     """
     from bert_jax.pretraining.pretraining_job import PretrainingJob
     from bert_jax.running import session
     from bert_jax.tasks.probes import Probes
 
-    progress, root = make_progress(), root_of(experiment, root)
-    workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
+    progress, path = make_progress(), workdir_path(experiment, path)
+    workdir = mirror.open_workdir(path, experiment.run.corpus_dir, to_write=True)
     for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     job = PretrainingJob(experiment, workdir, progress.report, may_extend, probes, fork_point)
-    return _CODES[session.run(job, progress, origin)]
+    return _EXIT_CODES[session.run(job, progress, origin)]
 
 
-@_add_training(
+@_add_training_command(
     "auto",
     "choose an experiment for a text, this machine and a number of hours, and pre-train it",
     Argument(
@@ -183,7 +182,7 @@ def _train(
         "random weights",
     ),
     shared.WORKDIR,
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
 )
 def train_auto(args: argparse.Namespace) -> int:
     """Chooses an experiment for a text and a number of hours, and trains it.
@@ -194,19 +193,19 @@ def train_auto(args: argparse.Namespace) -> int:
     if not 0 < args.hours < float("inf"):
         raise InputError(f"--hours {args.hours}: must be a number above 0")
     settings = [*args.set, *([f"corpus.language={args.language}"] if args.language else [])]
-    root = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
+    path = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     progress = make_progress()
-    existing = mirror.open_workdir(root)
-    if existing.experiment.exists():
-        experiment = load_saved_experiment(existing, settings, Experiment)
+    saved_run = mirror.open_workdir(path)
+    if saved_run.experiment.exists():
+        experiment = load_saved_experiment(saved_run, settings, Experiment)
         sources = experiment.corpus.sources
         paths = (source.partition(":")[2] for source in sources)
         if not {args.text, args.text.rstrip("/")} & {*sources, *paths}:
-            other = f"{root} holds a run on {' '.join(sources)}"
-            raise InputError(f"TEXT {args.text}: {other}; choose another --workdir")
-        progress.report(f"{root}: resumes with the experiment that was chosen for it")
-        return _train(experiment, root, False, None, None)
-    workdir = mirror.open_workdir(root, to_write=True)
+            problem = f"{path} holds a run on {' '.join(sources)}"
+            raise InputError(f"TEXT {args.text}: {problem}; choose another --workdir")
+        progress.report(f"{path}: resumes with the experiment that was chosen for it")
+        return _train(experiment, path)
+    workdir = mirror.open_workdir(path, to_write=True)
     workdir.require_run_or_empty()
     from bert_jax.tools import auto
     from bert_jax.tools.compare.budget import MeasurementEnded
@@ -216,13 +215,13 @@ def train_auto(args: argparse.Namespace) -> int:
         choice = auto.choose_experiment(request, workdir, progress)
     except MeasurementEnded as error:
         (outcome,) = error.args
-        again = "; run the same command again" if outcome == "stopped" else ""
-        progress.report(f"auto: {outcome} while the speed was measured{again}")
-        return _CODES[outcome]
+        hint = "; run the same command again" if outcome == "stopped" else ""
+        progress.report(f"auto: {outcome} while the speed was measured{hint}")
+        return _EXIT_CODES[outcome]
     for reason in choice.reasons:
         progress.report(reason)
     origin = config.origin_of("the command line", settings, choice.experiment)
-    return _train(choice.experiment, root, False, origin, None)
+    return _train(choice.experiment, path, origin)
 
 
 _FORK_ARGUMENTS = (
@@ -236,11 +235,11 @@ _FORK_ARGUMENTS = (
         nargs="?",
     ),
     Argument("--workdir", metavar="NEW", help="workdir of the new run", required=True),
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
 )
 
 
-@_add_training(
+@_add_training_command(
     "fork",
     "pre-train a new run from a checkpoint of another one, with other settings",
     *_FORK_ARGUMENTS,
@@ -250,12 +249,12 @@ def fork(args: argparse.Namespace) -> int:
     system.use_one_memory_pool()
     from bert_jax.checkpoints.fork import plan_fork
 
-    workdir = mirror.open_workdir(args.workdir)  # which may hold this fork already
+    workdir = mirror.open_workdir(args.workdir)  # may hold this fork already
     experiment, origin, fork_point = plan_fork(args.checkpoint, args.experiment, args.set, workdir)
-    return _train(experiment, args.workdir, False, origin, fork_point)
+    return _train(experiment, args.workdir, origin, fork_point)
 
 
-@_add_training(
+@_add_training_command(
     "decay",
     "decay the learning rate from a checkpoint of another run, in a new run",
     *_FORK_ARGUMENTS,
@@ -266,10 +265,10 @@ def decay(args: argparse.Namespace) -> int:
     from bert_jax.checkpoints.fork import plan_decay
 
     experiment, origin, fork_point = plan_decay(args.checkpoint, args.experiment, args.set)
-    return _train(experiment, args.workdir, False, origin, fork_point)
+    return _train(experiment, args.workdir, origin, fork_point)
 
 
-@_add_training(
+@_add_training_command(
     "compare",
     "train the runs of a table with equal budgets and compare them; run again to resume",
     Argument("table", metavar="TABLE", help="a .py file whose table() lists the runs to compare"),
@@ -292,10 +291,10 @@ def compare(args: argparse.Namespace) -> int:
         progress.report(line)
     if (results.root / "table.html").exists():
         progress.report(f"compare: wrote {results.root / 'table.html'}, table.txt and table.csv")
-    return _CODES[outcome]
+    return _EXIT_CODES[outcome]
 
 
-@_add_training(
+@_add_training_command(
     "benchmark",
     "fine-tune a base on the tasks of a suite and tabulate the scores; run again to resume",
     Argument(
@@ -311,7 +310,7 @@ def compare(args: argparse.Namespace) -> int:
     Argument(
         "--rules",
         help="paper: settings chosen on the validation examples; one: the settings of the suite; "
-        "intermediate: as paper, and some tasks start from the model of another one [paper]",
+        "intermediate: as paper, and some tasks start from the model of another task [paper]",
         choices=typing.get_args(config.Rules),
         default="paper",
     ),
@@ -329,7 +328,7 @@ def compare(args: argparse.Namespace) -> int:
         type=integer(1),
         default=1,
     ),
-    *shared.TRAINING_FLAGS,
+    *shared.TRAINING_ARGUMENTS,
 )
 def benchmark(args: argparse.Namespace) -> int:
     """Fine-tunes a base on the tasks of a suite, and tabulates the scores."""
@@ -341,29 +340,29 @@ def benchmark(args: argparse.Namespace) -> int:
 
     progress = make_progress()
     tasks = suite_files.check_suite(suite, args.data, args.set)
-    root = Workdir(args.out or f"runs/{suite.name}").root
+    folder = Workdir(args.out or f"runs/{suite.name}").root
     count, devices = args.side_by_side, system.accelerator_count()
     if devices % count:
         raise InputError(f"--side-by-side {count}: must divide the {devices} devices here")
-    workers = DeviceWorkers(count, root / "processes") if count > 1 else None
-    suite_runs = Benchmark(suite, tasks, root, args.rules, args.seeds, progress, workers)
-    with lock(root, setting="--out"):
+    workers = DeviceWorkers(count, folder / "processes") if count > 1 else None
+    suite_runs = Benchmark(suite, tasks, folder, args.rules, args.seeds, progress, workers)
+    with lock(folder, setting="--out"):
         outcome = suite_runs.run(args.base, lambda: suite_table.write(suite_runs))
         suite_table.write(suite_runs)
     for line in suite_table.lines(suite_runs):
         progress.report(line)
-    progress.report(f"benchmark: wrote {root / 'table.html'}, table.txt and table.csv")
-    return _CODES[outcome]
+    progress.report(f"benchmark: wrote {folder / 'table.html'}, table.txt and table.csv")
+    return _EXIT_CODES[outcome]
 
 
-@_add_training(
+@_add_training_command(
     "finetune",
     "fine-tune the encoder of a base or a run on a task; the same command resumes it",
     Argument(
         "taskfile",
         metavar="TASKFILE",
-        help="a .py file whose experiment() returns a Finetuning, or such a config in .json "
-        "; without it, --kind, --train, --validation and the flags for columns describe the task",
+        help="a .py file whose experiment() returns a Finetuning, or its config in .json; "
+        "without it, --kind, --train, --validation and the flags for columns describe the task",
         nargs="?",
     ),
     Argument("--kind", help="kind of the task", choices=typing.get_args(config.Kind)),
@@ -402,8 +401,8 @@ def benchmark(args: argparse.Namespace) -> int:
         action="append",
         default=[],
     ),
-    *shared.COLUMNS,
-    *shared.TRAINING_FLAGS,
+    *shared.COLUMN_ARGUMENTS,
+    *shared.TRAINING_ARGUMENTS,
 )
 def finetune(args: argparse.Namespace) -> int:
     """Fine-tunes a model on a task, once or for each setting of a sweep."""
@@ -411,24 +410,25 @@ def finetune(args: argparse.Namespace) -> int:
     if args.sweep:
         if args.taskfile is None:
             raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
-        _task_fields_of_flags(args)  # raises if there are any
+        _task_fields_of_flags(args)  # raises InputError for these flags
         from bert_jax.tools.compare import sweep
 
         members = sweep.members(args.taskfile, args.set, args.sweep)
-        return _CODES[sweep.run(members, args.base, args.workdir, make_progress())]
+        return _EXIT_CODES[sweep.run(members, args.base, args.workdir, make_progress())]
     experiment, origin = _load_finetuning(args)
     from bert_jax.tasks import finetuning_job
 
     progress = make_progress()
     for note in config.notes_on_settings(experiment):
         progress.report(note)
-    return _CODES[finetuning_job.finetune(experiment, args.base, args.workdir, progress, origin)]
+    outcome = finetuning_job.finetune(experiment, args.base, args.workdir, progress, origin)
+    return _EXIT_CODES[outcome]
 
 
 def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:
     """Loads the config of a TASKFILE, of the flags or of a saved run; returns it and its origin.
 
-    The origin is None for a saved run, which has its record already.
+    The origin is None for a saved run, whose workdir has a record of it.
     """
     task = _task_fields_of_flags(args)
     if args.taskfile is not None:
@@ -441,7 +441,7 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
 def _task_fields_of_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a task that flags set; raises InputError if there is a TASKFILE too."""
     given = find_changed_flags(args, ("--kind", "--train", "--validation", *shared.COLUMN_FLAGS))
-    for argument in given if args.taskfile is not None else ():
-        flag = argument.names[0]
+    if given and args.taskfile is not None:
+        flag = next(iter(given)).names[0]
         raise InputError(f"{flag}: {args.taskfile} sets this already; change it with --set")
     return {argument.dest: value for argument, value in given.items()}

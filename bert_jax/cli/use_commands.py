@@ -75,15 +75,15 @@ COMMANDS = CommandTable()
         help="fine-tuned run: file to write predictions to, as JSON lines [standard output]; with "
         "--input a .csv, .tsv or .jsonl",
     ),
-    *shared.COLUMNS,
-    *shared.MODEL_FLAGS,
+    *shared.COLUMN_ARGUMENTS,
+    *shared.MODEL_ARGUMENTS,
 )
 def predict(args: argparse.Namespace) -> int:
     """Predicts with a fine-tuned run, or fills [MASK]."""
     require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     if holds_finetuning(run):
-        reject_flags(args, ("--next", "--top"), f"{run.address}: no fine-tuned run takes this")
+        reject_flags(args, ("--next", "--top"), f"{run.address} is a fine-tuned run")
         return _predict_finetuned(run, args)
     flags = ("--source", "--score", "--input", "--out", "--beam", *shared.COLUMN_FLAGS)
     reject_flags_unless_finetuned(run, args, *flags)
@@ -128,7 +128,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.text.vocabulary import MASK
 
     encode = Predictor(model.model, model.tokenizer).encode
-    unknown = UnknownShare(model.tokenizer)
+    unknown_share = UnknownShare(model.tokenizer)
     inputs = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in inputs or _read_pairs():
         with prefix_errors(where):
@@ -141,7 +141,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
                 )
             answer = model.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
-            unknown.add([encode(text)])
+            unknown_share.add([encode(text)])
             print(printable(text))
         for position, tokens in enumerate(answer.masks, 1):
             words = "  ".join(f"{printable(token)} {p:.3f}" for token, p in tokens)
@@ -150,7 +150,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
             print("  nothing to predict: write [MASK] in the text, or give a second text")
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
-    if warning := unknown.warning("the text"):
+    if warning := unknown_share.warning("the text"):
         print(warning, file=sys.stderr)
     return FINISHED
 

@@ -1,4 +1,4 @@
-"""The commands that compare texts: by vectors, and by runs that rank texts."""
+"""The commands that embed, search and rank texts, and the server of vectors and predictions."""
 
 import argparse
 import typing
@@ -68,10 +68,10 @@ _PREVIEW_CHARACTERS = 200  # `search` prints at most this many characters of a t
         choices=("none", "int8", "binary"),
         default="none",
     ),
-    *shared.VECTORS,
+    *shared.VECTOR_ARGUMENTS,
     shared.NORMALIZE,
     shared.RUN_OR_BASE,
-    *shared.MODEL_FLAGS,
+    *shared.MODEL_ARGUMENTS,
 )
 def embed(args: argparse.Namespace) -> int:
     """Writes vectors of texts, or of their tokens."""
@@ -143,19 +143,19 @@ def _load_embedder(
     Argument(
         "--rerank",
         metavar="RUN",
-        help="a run of task.kind=rank that sorts texts again",
+        help="a run of task.kind=rank that reranks the texts found",
     ),
     Argument(
         "--candidates",
         metavar="K",
-        help="with --rerank: texts to sort again [100]",
+        help="with --rerank: number of texts to rerank [100]",
         type=integer(1),
         default=100,
     ),
     shared.POOLING,
-    *shared.VECTORS,
+    *shared.VECTOR_ARGUMENTS,
     shared.RUN_OR_BASE,
-    *shared.MODEL_FLAGS,
+    *shared.MODEL_ARGUMENTS,
 )
 def search(args: argparse.Namespace) -> int:
     """Finds the texts that are nearest to queries."""
@@ -187,9 +187,9 @@ def search(args: argparse.Namespace) -> int:
         return FINISHED
     for query in args.query or (line for _, line in read_input_lines()):
         print(printable(query))
-        for answer in find([query])[0]:
-            preview = printable(answer.text[:_PREVIEW_CHARACTERS])
-            print(f"  {answer.score:.3f}  line {answer.line}: {preview}")
+        for hit in find([query])[0]:
+            preview = printable(hit.text[:_PREVIEW_CHARACTERS])
+            print(f"  {hit.score:.3f}  line {hit.line}: {preview}")
     return FINISHED
 
 
@@ -222,21 +222,21 @@ def search(args: argparse.Namespace) -> int:
     Argument(
         "--skip",
         metavar="N",
-        help="leave out so many of the nearest texts [0]",
+        help="number of the nearest texts to leave out [0]",
         type=integer(0),
         default=0,
     ),
     Argument(
         "--depth",
         metavar="N",
-        help="choose among so many of the nearest texts [100]",
+        help="number of the nearest texts to choose from [100]",
         type=integer(1),
         default=100,
     ),
     Argument(
         "--margin",
         metavar="X",
-        help="a negative's score is at least this share below that of the answer [0.05]",
+        help="minimum share by which a negative's score is below the answer's score [0.05]",
         type=number(0),
         default=0.05,
     ),
@@ -246,8 +246,8 @@ def search(args: argparse.Namespace) -> int:
         help="the run or base whose vectors score texts [BM25 scores them]",
     ),
     shared.POOLING,
-    *shared.VECTORS,
-    *shared.MODEL_FLAGS,
+    *shared.VECTOR_ARGUMENTS,
+    *shared.MODEL_ARGUMENTS,
 )
 def mine(args: argparse.Namespace) -> int:
     """Finds hard negatives for pairs of queries and answers."""
@@ -256,7 +256,7 @@ def mine(args: argparse.Namespace) -> int:
         raise InputError(f"--depth {args.depth}: must be at least --skip plus --negatives")
     run = None if args.workdir is None else open_run_or_base(args.workdir)
     if run is None:
-        flags = (*shared.VECTOR_FLAGS, *(flag.names[0] for flag in shared.MODEL_FLAGS))
+        flags = (*shared.VECTOR_FLAGS, *(flag.names[0] for flag in shared.MODEL_ARGUMENTS))
         reject_flags(args, flags, "requires --workdir")
     from bert_jax.embeddings import bm25, negatives
     from bert_jax.tasks import formats
@@ -266,30 +266,32 @@ def mine(args: argparse.Namespace) -> int:
     source = source_of("PAIRS", "similar", args.pairs)
     columns = args.query, args.positive
     for where, cells in formats.read_columns(source, "first_line", columns):
-        named = zip(cells, columns, strict=True)
-        query, positive = (formats.require_text(x, f"column {name!r}", where) for x, name in named)
+        query, positive = (
+            formats.require_text(cell, f"column {name!r}", where)
+            for cell, name in zip(cells, columns, strict=True)
+        )
         pairs.append((query, positive))
     if not pairs:
         raise InputError(f"{args.pairs}: holds no pairs of queries and texts that answer them")
     lines = line_reader.read([args.corpus]) if args.corpus else ()
     corpus = [text for _, text in lines if text.strip()]
-    stage = bm25.all_scores
+    scorer = bm25.all_scores
     if run is not None:
-        stage = negatives.vector_first_stage(_load_embedder(run, args, True)[1])
+        scorer = negatives.vector_first_stage(_load_embedder(run, args, True)[1])
     limits = negatives.MiningLimits(args.negatives, args.skip, args.depth, args.margin)
-    summary = negatives.write(negatives.mine(pairs, corpus, stage, limits), epath.Path(args.out))
+    summary = negatives.write(negatives.mine(pairs, corpus, scorer, limits), epath.Path(args.out))
     print_now(f"{printable(args.out)}: {summary}")
     return FINISHED
 
 
-def _load_reranker(root: str | None) -> "TaskModel | None":
-    """Returns the model of a run of task.kind=rank; None without a path."""
-    if root is None:
+def _load_reranker(path: str | None) -> "TaskModel | None":
+    """Returns the model of a run of task.kind=rank; None if `path` is None."""
+    if path is None:
         return None
-    run = open_run_or_base(root)
+    run = open_run_or_base(path)
     kind = load_experiment(run, Finetuning).task.kind if holds_finetuning(run) else "none"
     if kind != "rank":
-        raise InputError(f"--rerank {root}: has task.kind={kind}; name a run of task.kind=rank")
+        raise InputError(f"--rerank {path}: has task.kind={kind}; name a run of task.kind=rank")
     from bert_jax.tasks.finetuned_model import TaskModel
 
     return TaskModel(run)
@@ -350,9 +352,9 @@ def _load_reranker(root: str | None) -> "TaskModel | None":
         default=30.0,
     ),
     shared.POOLING,
-    *shared.VECTORS,
+    *shared.VECTOR_ARGUMENTS,
     shared.NORMALIZE,
-    *shared.MODEL_FLAGS,
+    *shared.MODEL_ARGUMENTS,
 )
 def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
@@ -371,12 +373,12 @@ def serve(args: argparse.Namespace) -> int:
     limits = endpoints.Limits(
         args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_windows
     )
-    with service.listening(args.host, args.port) as listener:
+    with service.bind_socket(args.host, args.port) as listener:
         enable_compilation_cache()
-        task = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
-        if task is not None and not task.task.spec.makes_vectors:
+        task_model = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
+        if task_model is not None and not task_model.task.spec.makes_vectors:
             reject_flags(args, shared.VECTOR_FLAGS, f"{args.workdir}: this run makes no vectors")
-            endpoint = endpoints.PredictEndpoint(task)
+            endpoint = endpoints.PredictEndpoint(task_model)
         else:
             model, embedder = _load_embedder(run, args, args.normalize)
             if embedder.form_name != "dense":

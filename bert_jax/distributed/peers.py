@@ -296,7 +296,7 @@ class Peers:
                     return  # the coordinator is gone; JAX ends this process
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such request
                     self._store.key_value_try_get(_STOP_KEY)
-                    retry.waits.shorten()  # a run that must stop retries nothing for long
+                    retry.control.shorten()  # a run that must stop retries nothing for long
         self._failure = json.loads(failure)
         if self._failure is not None:
             time.sleep(self._unwind_seconds)
@@ -305,7 +305,7 @@ class Peers:
     def _end(self, failure: dict[str, Any]) -> NoReturn:
         """Logs the failure and exits; process 0 exits last, because its store is read."""
         self._exit_lock.acquire()  # only one of two threads may exit; never released
-        retry.waits.shorten()
+        retry.control.shorten()
         process_lib.logger.error("%s", failure["line"])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.is_primary:

@@ -77,7 +77,7 @@ class StopRequest:
         if self._is_shared:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            retry.waits.shorten()
+            retry.control.shorten()
 
 
 class Watchdog:

@@ -21,7 +21,7 @@ from bert_jax.training import mesh as mesh_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """The hidden states that become vectors, and how they are pooled."""
+    """The settings of vectors: the hidden states they are made of, and how these are pooled."""
 
     # `mean`: the mean of all tokens with [CLS] and [SEP], as in sentence-transformers; `cls`: the
     # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each

@@ -67,8 +67,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         if not peers.is_primary:
             progress.silence()
         # Storage that does not answer is reported among the lines of the run.
-        stack.callback(retry.waits.reset, retry.waits.report)
-        retry.waits.reset(report=progress.report if peers.is_primary else peers.report)
+        stack.callback(retry.control.reset, retry.control.report)
+        retry.control.reset(report=progress.report if peers.is_primary else peers.report)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
         job.read(mesh)
         _require_same_start(job, peers)

@@ -16,12 +16,11 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.finetuned_model import TaskModel
 from bert_jax.text.records import replace_surrogates
 
-# A text or an example of a request, and its cost in rows: its own rows, and one for this many
-# characters to tokenize.
+# A text or an example of a request, and its cost in rows.
 Item = tuple[Any, int]
-_ROW_CHARACTERS = 2**13
+_ROW_CHARACTERS = 2**13  # tokenizing this many characters costs about as much as computing a row
 # Batch sizes for a fine-tuned run: for a single example, and for several.
-_BATCHES = (1, 8)
+_BATCH_SIZES = (1, 8)
 _RETRY_SECONDS = 1
 _CHUNK_RESULTS = 16  # results in one chunk of a response
 
@@ -36,7 +35,8 @@ class Limits:
     # Maximum time from the start of a request to its answer, and maximum time for which a
     # connection may be silent or leave its response unread.
     seconds: float = 30.0
-    # Rows of a turn, and of an example. 128 of 512 tokens take a small model seconds on a CPU.
+    # Maximum rows of an example, and rows after which a turn takes no more items. A small model
+    # computes 128 rows of 512 tokens in seconds on a CPU.
     rows: int = 128
 
 
@@ -62,9 +62,9 @@ class EmbedEndpoint:
 
     def __init__(self, name: str, embedder: Embedder):
         self.name, self._embedder = name, embedder
-        self.about = f"{embedder.width} numbers per vector"
+        self.description = f"{embedder.width} numbers per vector"
         if prefix := embedder.prefixes["query"]:
-            self.about += f'; requests with "role": "query" get the prefix {prefix!r}'
+            self.description += f'; requests with "role": "query" get the prefix {prefix!r}'
         self.warm = embedder.warm  # raises if the model cannot compute
         self.warm()
 
@@ -72,9 +72,9 @@ class EmbedEndpoint:
         """Returns the texts, each with the prefix of its role."""
         if body.get("encoding_format") not in (None, "float", "base64"):
             raise RequestError(400, "encoding_format: must be float or base64", "encoding_format")
-        role = (
-            "document" if body.get("role") in (None, "text") else body["role"]
-        )  # text: its old name
+        role = body.get("role")
+        if role in (None, "text"):  # "text" is a former name of the role
+            role = "document"
         if role not in ("document", "query"):
             raise RequestError(400, "role: must be document or query", "role")
         size, width = body.get("dimensions"), self._embedder.width
@@ -97,16 +97,16 @@ class EmbedEndpoint:
         """
         form, size = body.get("encoding_format"), body.get("dimensions")
         if size is not None:
-            results = [(self._shorten(vector[:size]), length) for vector, length in results]
+            results = [(self._rescale(vector[:size]), length) for vector, length in results]
         tokens = sum(length for _, length in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         data = (
             f'{{"object": "embedding", "index": {i}, "embedding": {_vector_json(vector, form)}}}'
             for i, (vector, _) in enumerate(results)
         )
-        return _listing({"model": body["model"], "usage": usage}, data)
+        return _list_json({"model": body["model"], "usage": usage}, data)
 
-    def _shorten(self, vector: np.ndarray) -> np.ndarray:
+    def _rescale(self, vector: np.ndarray) -> np.ndarray:
         if not self._embedder.features.normalize:
             return vector
         return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
@@ -120,18 +120,18 @@ class PredictEndpoint:
     def __init__(self, model: TaskModel):
         self.name, self._model = model.experiment.name, model
         self._task = model.experiment.task
-        self._texts = len(self._task.text_columns)
-        self.about = f"{pluralize(self._texts, 'text')} per example"
+        self._text_count = len(self._task.text_columns)
+        self.description = f"{pluralize(self._text_count, 'text')} per example"
         self.warm()
 
     def warm(self) -> None:
         """Compiles all programs; raises if the model cannot compute."""
-        self._model.warm(_BATCHES)
+        self._model.warm(_BATCH_SIZES)
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the examples."""
         examples = []
-        for number, texts in enumerate(_parse_input(body, self._texts, limits.texts)):
+        for number, texts in enumerate(_parse_input(body, self._text_count, limits.texts)):
             where = f"input[{number}]"
             try:
                 (example,) = examples_lib.parse_arguments(self._task, texts, number + 1)
@@ -139,7 +139,7 @@ class PredictEndpoint:
                 raise RequestError(400, f"{where}: {error}", "input") from error
             rows = self._model.kind.count_rows(example, limits.rows)
             if rows > limits.rows:
-                message = f"{where}: has more than --max-rows {limits.rows} windows; split it"
+                message = f"{where}: has more than --max-windows {limits.rows} windows; split it"
                 raise RequestError(413, message, "input")
             examples.append((example, rows + sum(map(len, texts)) // _ROW_CHARACTERS))
         return examples
@@ -150,10 +150,10 @@ class PredictEndpoint:
 
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
         """Yields JSON: the answers in the order of the examples."""
-        return _listing({"model": body["model"]}, map(json.dumps, results))
+        return _list_json({"model": body["model"]}, map(json.dumps, results))
 
 
-def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
+def _list_json(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
     """Yields a list of JSON values in OpenAI's format, in chunks."""
     separator = json.dumps({"object": "list"} | fields)[:-1] + ', "data": ['
     while chunk := ", ".join(itertools.islice(data, _CHUNK_RESULTS)):
@@ -173,24 +173,28 @@ def _vector_json(vector: np.ndarray, form: str | None) -> str:
     return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
 
 
-def _parse_input(body: dict[str, Any], size: int, most: int) -> list[list[str]]:
-    """Returns the examples in `input`, one or many; each has `size` texts, a single one bare."""
+def _parse_input(body: dict[str, Any], text_count: int, most: int) -> list[list[str]]:
+    """Returns the examples in `input`, which is one example or a list of at most `most` examples.
+
+    An example is a list of `text_count` texts, or the text itself if `text_count` is 1.
+    """
     value = body.get("input")
-    texts = value if size > 1 and isinstance(value, list) else [value]
-    value = [value] if texts and all(isinstance(text, str) for text in texts) else value
+    texts = value if text_count > 1 and isinstance(value, list) else [value]
+    if texts and all(isinstance(text, str) for text in texts):  # one example
+        value = [value]
     if not isinstance(value, list) or not value:
         raise RequestError(400, "input: must be a text, or a list that is not empty", "input")
     if len(value) > most:
         raise RequestError(413, f"input: {len(value)} texts; at most {most} per request", "input")
-    items: list[Any] = [[item] if size == 1 else item for item in value]
-    for number, texts in enumerate(items):
+    examples: list[Any] = [[item] if text_count == 1 else item for item in value]
+    for number, texts in enumerate(examples):
         why = ""
-        if not isinstance(texts, list) or len(texts) != size:
-            why = f"an example of this task has {pluralize(size, 'text')}"
+        if not isinstance(texts, list) or len(texts) != text_count:
+            why = f"an example of this task has {pluralize(text_count, 'text')}"
         elif not all(isinstance(text, str) for text in texts):
             why = "must be a text; token ids are not supported"
         elif replace_surrogates("".join(texts)) != "".join(texts):
             why = "is not text: contains half of a surrogate pair"
         if why:
             raise RequestError(400, f"input[{number}]: {why}", "input")
-    return items
+    return examples

@@ -7,10 +7,10 @@
                           server listens once all programs are compiled.
     GET  /metrics         Prometheus text
 
-An event loop receives requests, and one thread computes in turns. A turn takes one item of each
-waiting request in rotation until it has enough rows, so that a large request does not block others.
-`embed.Embedder` or a `TaskModel` sorts the items by length and computes them. Items of
-clients that have disconnected are dropped, and responses are written as fast as clients read them.
+An event loop receives requests, and one thread computes their items (texts or examples) in batches,
+called turns. A turn takes one item of each waiting request in rotation until it has enough rows, so
+that a large request does not block others. Items of clients that have disconnected are dropped, and
+responses are written as fast as clients read them.
 """
 
 import asyncio
@@ -39,13 +39,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from bert_jax.errors import InputError, message_and_code
 from bert_jax.serve.endpoints import EmbedEndpoint, Item, Limits, PredictEndpoint, RequestError
 
-# Maximum rows and bytes of all requests in progress.
-_ROWS, _BYTES = 2**16, 2**27
+# Maximum rows of all requests in progress, and bytes of their bodies beyond one of --max-bytes.
+_MAX_ROWS, _MAX_BYTES = 2**16, 2**27
 _BACKLOG = 2048
 # Upper bounds of the histogram of response times, in seconds.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # An item of a request, its cost in rows, and the future of its result.
 _Pending = tuple[Any, int, asyncio.Future]
+_Usage = collections.Counter[str]  # the amounts of resources that are reserved
 
 
 class Service:
@@ -55,17 +56,18 @@ class Service:
         self._endpoint, self.limits = endpoint, limits
         # For each request, the items that are not yet computed.
         self._pending: collections.deque[collections.deque[_Pending]] = collections.deque()
-        # Resources that all requests in progress use, and their limits.
-        self._held = collections.Counter[str]()
-        self._most = {"requests": limits.requests, "rows": _ROWS, "bytes": limits.bytes + _BYTES}
+        # The resources that all requests in progress have reserved, and the maximum amounts.
+        self._reserved = _Usage()
+        max_bytes = limits.bytes + _MAX_BYTES
+        self._capacity = {"requests": limits.requests, "rows": _MAX_ROWS, "bytes": max_bytes}
         self.answered = collections.Counter[int]()  # requests by HTTP status
         self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
-        self._in_bucket, self._seconds = [0] * (len(_BUCKETS) + 1), 0.0
+        self._bucket_counts, self._total_seconds = [0] * (len(_BUCKETS) + 1), 0.0
         self._turn_began = math.inf  # on the monotonic clock; infinite between turns
         self._created = int(time.time())
         routes = {"/health": self._health, "/metrics": self._metrics, "/v1/models": self._models}
         self.app = Starlette(
-            # A redirect to the path without the slash would lose the body of some clients.
+            # Both forms of each path, since some clients lose the body in a redirect.
             routes=[
                 route
                 for slash in ("", "/")
@@ -79,9 +81,8 @@ class Service:
         )
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        del app
-        self._work = asyncio.Event()
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._has_items = asyncio.Event()
         with ThreadPoolExecutor(1) as thread:
             turns = asyncio.create_task(self._compute_turns(thread))
             yield
@@ -89,38 +90,38 @@ class Service:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request; it is in progress until the client has read all but a few kB."""
-        held = collections.Counter[str]()
+        reserved = _Usage()
         try:
-            response = await self._response(Request(scope, receive), held)
+            response = await self._response(Request(scope, receive), reserved)
             self.answered[response.status_code] += 1
             await response(scope, receive, send)
         except ClientDisconnect:
             self._counts["left"] += 1
         finally:
-            self._held.subtract(held)
+            self._reserved.subtract(reserved)
 
-    def _reserve(self, held: collections.Counter[str], resource: str, count: int) -> None:
-        """Reserves a resource for a request, which holds `held`; raises if too little is left."""
-        used, most = self._held[resource], self._most[resource]
-        if used + count > most:
-            message = f"{used} {resource} are under way, of {most} at most; try again later"
-            raise RequestError(503 if count <= most else 413, message)
-        self._held[resource] += count
-        held[resource] += count
+    def _reserve(self, reserved: _Usage, resource: str, count: int) -> None:
+        """Reserves a resource for the request of `reserved`; raises if too little is left."""
+        used, capacity = self._reserved[resource], self._capacity[resource]
+        if used + count > capacity:
+            message = f"{used} of at most {capacity} {resource} are in progress; try again later"
+            raise RequestError(503 if count <= capacity else 413, message)
+        self._reserved[resource] += count
+        reserved[resource] += count
 
-    async def _response(self, request: Request, held: collections.Counter[str]) -> Response:
+    async def _response(self, request: Request, reserved: _Usage) -> Response:
         """Returns the answer to a request, or an error; raises only if the client has left."""
         began, body = time.monotonic(), None
         try:
-            self._reserve(held, "requests", 1)
+            self._reserve(reserved, "requests", 1)
             async with asyncio.timeout(self.limits.seconds):
-                body = await self._fields(request, held)
+                body = await self._read_fields(request, reserved)
                 items = await asyncio.to_thread(self._endpoint.items, body, self.limits)
-                self._reserve(held, "rows", sum(rows for _, rows in items))
-                results = await self._results(request, items)
+                self._reserve(reserved, "rows", sum(cost for _, cost in items))
+                results = await self._compute_items(request, items)
             seconds = time.monotonic() - began
-            self._seconds += seconds
-            self._in_bucket[bisect.bisect_left(_BUCKETS, seconds)] += 1
+            self._total_seconds += seconds
+            self._bucket_counts[bisect.bisect_left(_BUCKETS, seconds)] += 1
             answer = self._endpoint.answer(body, results)
             return StreamingResponse(answer, media_type="application/json")
         except InputError as error:  # outputs are not finite, or memory is exhausted
@@ -135,14 +136,14 @@ class Service:
         self._counts["refused"] += problem.status == 503
         return problem.response()
 
-    async def _fields(self, request: Request, held: collections.Counter[str]) -> dict[str, Any]:
+    async def _read_fields(self, request: Request, reserved: _Usage) -> dict[str, Any]:
         """Returns the JSON fields of a request; `model` has a default."""
         body = bytearray()
         async for chunk in request.stream():  # after an error, uvicorn drops the rest
             body += chunk
             if len(body) > self.limits.bytes:
                 raise RequestError(413, f"the body is longer than {self.limits.bytes} bytes")
-            self._reserve(held, "bytes", len(chunk))
+            self._reserve(reserved, "bytes", len(chunk))
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -153,25 +154,25 @@ class Service:
             raise RequestError(400, "model: must be a text", "model")
         return fields
 
-    async def _results(self, request: Request, items: list[Item]) -> list[Any]:
+    async def _compute_items(self, request: Request, items: list[Item]) -> list[Any]:
         """Queues the items of a request, and returns their results.
 
         Raises:
           ClientDisconnect: the client has left.
         """
         loop = asyncio.get_running_loop()
-        pending = [(item, size, loop.create_future()) for item, size in items]
+        pending = [(item, cost, loop.create_future()) for item, cost in items]
         self._pending.append(collections.deque(pending))
-        self._work.set()
+        self._has_items.set()
         results = asyncio.gather(*(future for *_, future in pending))
-        left = asyncio.ensure_future(_wait_for_disconnect(request))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
-            await asyncio.wait({results, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({results, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
                 raise ClientDisconnect
             return results.result()
         finally:
-            left.cancel()
+            disconnect.cancel()
             for *_, future in pending:
                 future.cancel()
 
@@ -179,21 +180,22 @@ class Service:
         """Computes pending items turn by turn; ends the process if the model cannot compute."""
         loop = asyncio.get_running_loop()
         try:
-            while await self._work.wait():
+            while await self._has_items.wait():
                 turn = self._next_turn()
                 if not turn:
-                    self._work.clear()
+                    self._has_items.clear()
                     continue
                 items = [item for item, _ in turn]
                 self._turn_began = time.monotonic()
                 results = await loop.run_in_executor(thread, self._compute, items)
                 if all(_is_fault(result) for result in results):
+                    # Raises, and so ends the process, if the model is at fault.
                     await loop.run_in_executor(thread, self._endpoint.warm)
                 self._turn_began = math.inf
                 self._counts["turns"] += 1
                 self._counts["texts"] += len(turn)
                 for (_, future), result in zip(turn, results, strict=True):
-                    if not future.done():  # the client has not left, and no item of it failed
+                    if not future.done():  # the request has not ended
                         failed = isinstance(result, Exception)
                         (future.set_exception if failed else future.set_result)(result)
         except asyncio.CancelledError:
@@ -215,10 +217,10 @@ class Service:
         turn, rows = list[tuple[Any, asyncio.Future]](), 0
         while self._pending and rows < self.limits.rows:
             items = self._pending.popleft()
-            item, size, future = items.popleft()
-            if not future.done():
+            item, cost, future = items.popleft()
+            if not future.done():  # else the request has ended: its other items are dropped too
                 turn.append((item, future))
-                rows += size
+                rows += cost
                 if items:
                     self._pending.append(items)
         return turn
@@ -233,21 +235,20 @@ class Service:
 
     async def _models(self, _: Request) -> Response:
         model = {"id": self._endpoint.name, "object": "model", "created": self._created}
-        data = [model | {"owned_by": "bert_jax"}]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [model | {"owned_by": "bert_jax"}]})
 
     async def _metrics(self, _: Request) -> Response:
         by_status = {f'{{code="{status}"}}': n for status, n in sorted(self.answered.items())}
         values = {"requests_total": ("counter", by_status)}
         values |= {f"{name}_total": ("counter", {"": n}) for name, n in self._counts.items()}
-        for resource, most in self._most.items():
-            values[f"{resource}_under_way"] = "gauge", {"": self._held[resource]}
-            values[f"{resource}_limit"] = "gauge", {"": most}
-        ends, sums = (*map(str, _BUCKETS), "+Inf"), itertools.accumulate(self._in_bucket)
-        answers = {f'_bucket{{le="{end}"}}': n for end, n in zip(ends, sums, strict=True)}
-        answers |= {"_sum": round(self._seconds, 6), "_count": sum(self._in_bucket)}
+        for resource, capacity in self._capacity.items():
+            values[f"{resource}_under_way"] = "gauge", {"": self._reserved[resource]}
+            values[f"{resource}_limit"] = "gauge", {"": capacity}
+        ends, sums = (*map(str, _BUCKETS), "+Inf"), itertools.accumulate(self._bucket_counts)
+        buckets = {f'_bucket{{le="{end}"}}': n for end, n in zip(ends, sums, strict=True)}
+        buckets |= {"_sum": round(self._total_seconds, 6), "_count": sum(self._bucket_counts)}
         lines = []
-        for name, (kind, numbers) in (values | {"answer_seconds": ("histogram", answers)}).items():
+        for name, (kind, numbers) in (values | {"answer_seconds": ("histogram", buckets)}).items():
             lines.append(f"# TYPE bert_jax_{name} {kind}")
             lines += [f"bert_jax_{name}{label} {number}" for label, number in numbers.items()]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
@@ -275,16 +276,13 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-# --- the server -----------------------------------------------------------------------------------
-
-
 class _Connection(H11Protocol):
-    """A connection that is closed when it is idle, which uvicorn would keep open forever."""
+    """A connection that closes when it is idle; uvicorn would keep it open forever."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Starts the periodic check."""
         super().connection_made(transport)
-        self._last_cycle, self._unread, self._read = None, 0, False
+        self._last_cycle, self._unread_bytes, self._has_read = None, 0, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._check)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -294,24 +292,22 @@ class _Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         """Records that the client has read some of the response."""
-        self._read = True
+        self._has_read = True
         super().resume_writing()
 
     def _check(self) -> None:
-        """Closes the connection if no request has started or ended since the last check, and either
-        none is in progress, or the client does not read the response.
-        """
+        """Closes the connection if it has been idle or stuck since the last check."""
         unread = self.transport.get_write_buffer_size()
         idle = not unread and (self.cycle is None or self.cycle.response_complete)
-        stuck = 0 < self._unread <= unread and not self._read
+        stuck = 0 < self._unread_bytes <= unread and not self._has_read  # the client reads nothing
         if self.cycle is self._last_cycle and (idle or stuck):
             self.transport.abort()  # close() would wait for the client to read
             return
-        self._last_cycle, self._unread, self._read = self.cycle, unread, False
+        self._last_cycle, self._unread_bytes, self._has_read = self.cycle, unread, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._check)
 
 
-def listening(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Returns a bound socket, which does not listen yet."""
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -326,7 +322,7 @@ def listening(host: str, port: int) -> socket.socket:
     return bound
 
 
-def server_of(service: Service, seconds: float) -> uvicorn.Server:
+def make_server(service: Service, seconds: float) -> uvicorn.Server:
     """Returns the HTTP server; when stopped, it still answers the requests in progress.
 
     `seconds` is the time that a connection may be silent, and that stopping may take.
@@ -358,9 +354,9 @@ def serve(
     bound.listen(_BACKLOG)
     host, port = bound.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    report(f"serve: {url}{endpoint.path}, {endpoint.name}, {endpoint.about}")
+    report(f"serve: {url}{endpoint.path}, {endpoint.name}, {endpoint.description}")
     service = Service(endpoint, limits)
-    server = server_of(service, limits.seconds)
+    server = make_server(service, limits.seconds)
 
     def stop(number: int, frame: Any) -> None:
         """Handles the signal before uvicorn starts, and when uvicorn raises it again at its end."""

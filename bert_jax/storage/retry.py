@@ -77,7 +77,7 @@ def is_retryable(error: BaseException) -> bool:
     return is_transient(error) or is_denied(error)
 
 
-class Waits:
+class RetryControl:
     """The deadline and reporter of all retries. Libraries' threads inherit no context variable."""
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class Waits:
         self.report = report
 
     def shorten(self) -> None:
-        """Ends all waits within half a minute, since the process is to stop."""
+        """Ends all retries within half a minute, since the process is to stop."""
         self.deadline = min(self.deadline, time.monotonic() + _STOP_GRACE)
 
 
-waits = Waits()
+control = RetryControl()
 
 
 class Backoff:
@@ -110,14 +110,14 @@ class Backoff:
         """Returns the seconds to wait after a fault; raises Unavailable after too long."""
         now, reason = time.monotonic(), _reason(error)
         self._end = self._end or now + self._seconds
-        if now + self._wait > min(self._end, waits.deadline):
-            timed_out = self._end <= waits.deadline
+        if now + self._wait > min(self._end, control.deadline):
+            timed_out = self._end <= control.deadline
             since = f"for {self._seconds:.0f} seconds" if timed_out else "when asked to stop"
             raise Unavailable(
                 f"{self._where}: out of reach {since} ({reason}); run again to resume"
             ) from error
         if self._wait == 8 * FIRST_WAIT:  # at the fourth fault, so once
-            waits.report(f"{self._where}: out of reach ({reason}); trying again")
+            control.report(f"{self._where}: out of reach ({reason}); trying again")
         # Random, so that the hosts of a pod do not all retry at the same moment.
         wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return wait * random.uniform(0.5, 1.0)

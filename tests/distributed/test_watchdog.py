@@ -63,7 +63,7 @@ def test_until_when_nothing_may_happen(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_heard_where_nobody_can_be_shown_so(number, monkeypatch):
     """As where Ctrl-C has ended `tee` first: the state is saved all the same."""
-    monkeypatch.setattr(retry.waits, "deadline", math.inf)  # put back
+    monkeypatch.setattr(retry.control, "deadline", math.inf)  # put back
     reader, writer = os.pipe()
     os.close(reader)
     shown = os.dup(2)
@@ -74,7 +74,7 @@ def test_a_stop_is_heard_where_nobody_can_be_shown_so(number, monkeypatch):
     finally:
         os.dup2(shown, 2)
         os.close(shown), os.close(writer)
-    assert stop.requested and retry.waits.deadline < math.inf
+    assert stop.requested and retry.control.deadline < math.inf
 
 
 def test_processes_ask_about_each_step_once_and_stop_together(monkeypatch):

@@ -57,7 +57,7 @@ PODS = jobset.Pods(
     image="bert-jax:1",
     namespace="default",
     service_account="",
-    capacity={},
+    node_labels={},
     grace=300,
     privileged=False,
 )

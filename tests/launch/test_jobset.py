@@ -17,7 +17,7 @@ from launch import jobset, spec
 
 IMAGE = "registry.example/bert/bert-jax:1"
 PODS = jobset.Pods(
-    image=IMAGE, namespace="default", service_account="", capacity={}, grace=300, privileged=False
+    image=IMAGE, namespace="default", service_account="", node_labels={}, grace=60, privileged=False
 )
 
 
@@ -63,7 +63,7 @@ def test_a_slice_s_manifest_is_valid_and_asks_for_all_its_chips(slice_name):
 
 def test_an_experiment_that_no_configmap_holds_is_named():
     what = dataclasses.replace(specified(), config="x" * 1_000_001)
-    with pytest.raises(InputError, match="tiny: as JSON it is larger than a ConfigMap may be"):
+    with pytest.raises(InputError, match="tiny: its JSON is larger than a ConfigMap may be"):
         jobset.render_manifest(what, PODS)
 
 
@@ -98,7 +98,7 @@ def test_a_preemption_starts_all_again_and_a_failure_ends_them(codes, action):
 
 
 def test_spot_machines_are_chosen_by_label():
-    _, manifest = made(specified(), capacity=jobset.capacity(True, ""))
+    _, manifest = made(specified(), node_labels=jobset.node_labels(True, ""))
     assert cluster.pod(manifest)["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
 
 

@@ -64,7 +64,7 @@ def cloud(checkout, programs, monkeypatch, tmp_path):
     """The folder of a cloud, whose run is what `run` holds."""
     programs("gcloud", GCLOUD), programs("curl", "#!/bin/sh\nexit 1\n")
     folder = programs("python3.13", PYTHON)
-    monkeypatch.setattr(tpu_vm, "POLL", 0)
+    monkeypatch.setattr(tpu_vm, "POLL_SECONDS", 0)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python3.13"))
     return folder
 

@@ -78,7 +78,7 @@ def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     trained.vectors = TextVectors(query_prefix="wa ", text_prefix="xa ")
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
     vectors, found = endpoints.EmbedEndpoint("led", embedder), {}
-    assert "'wa '" in vectors.about
+    assert "'wa '" in vectors.description
     for role in (None, "text", "document", "query"):
         ((text, _),) = vectors.items({"input": "wb", "role": role}, endpoints.Limits())
         ((found[role], length),) = vectors.compute([text])
@@ -90,7 +90,7 @@ def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
 
 def test_connections_are_tcp_to_asyncio_which_then_sends_at_once():
     """Of any other socket it leaves Nagle's algorithm on: an answer's second part waits 40 ms."""
-    with service.listening("127.0.0.1", 0) as bound:
+    with service.bind_socket("127.0.0.1", 0) as bound:
         bound.listen()
         with socket.create_connection(bound.getsockname()), bound.accept()[0] as accepted:
             assert accepted.proto == socket.IPPROTO_TCP

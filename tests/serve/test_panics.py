@@ -105,7 +105,7 @@ def raise_panic(*_):
 class Model:
     """Answers each text with its length; panics unless `works` is set, hangs while `hangs` is."""
 
-    path, name, about = "/v1/embeddings", "model", ""
+    path, name, description = "/v1/embeddings", "model", ""
 
     def __init__(self):
         self.works = threading.Event()
@@ -142,11 +142,11 @@ def test_a_service_exits_if_its_model_panics_on_every_text():
     model = Model()
     model.works.clear()
     service_ = service.Service(model, endpoints.Limits())
-    with service.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
+    with service.bind_socket("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
         bound.listen()
         clients.submit(exchange, bound.getsockname()[1], post({"input": ["abc"]}))
         with pytest.raises(SystemExit, match="Panic"):
-            service.server_of(service_, 1.0).run(sockets=[bound])
+            service.make_server(service_, 1.0).run(sockets=[bound])
 
 
 def test_health_is_503_while_the_model_hangs():

@@ -50,7 +50,7 @@ def vectors(embedder):
 class Gate:
     """A model that computes only while it is open."""
 
-    path, name, about = "/v1/embeddings", "gate", ""
+    path, name, description = "/v1/embeddings", "gate", ""
 
     def __init__(self, vectors):
         self.vectors, self.open, self.sizes = vectors, threading.Event(), []
@@ -68,9 +68,9 @@ class Gate:
 def running(answers, limits=None):
     """Yields the port of a service that ends afterwards."""
     limits = limits or endpoints.Limits()
-    bound = service.listening("127.0.0.1", 0)
+    bound = service.bind_socket("127.0.0.1", 0)
     bound.listen(2048)
-    server = service.server_of(service.Service(answers, limits), limits.seconds)
+    server = service.make_server(service.Service(answers, limits), limits.seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
@@ -313,7 +313,7 @@ def test_connections_are_limited_and_one_that_ends_makes_room(vectors):
 
 
 def test_what_all_requests_hold_is_bounded(monkeypatch, vectors):
-    monkeypatch.setattr(service, "_ROWS", 300)
+    monkeypatch.setattr(service, "_MAX_ROWS", 300)
     gate = Gate(vectors)
     with running(gate) as port, ThreadPoolExecutor(1) as clients:
         first = clients.submit(ask, port, {"input": ["wa"] * 200})
@@ -332,7 +332,7 @@ def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(ve
         answers = [clients.submit(ask, port, {"input": "wa"}) for _ in range(64)]
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
         refused = ask(port, {"input": "wa"})
-        assert "64 requests are under way" in is_error(refused, 503)["message"]
+        assert "64 of at most 64 requests are in progress" in is_error(refused, 503)["message"]
         assert refused[1]["Retry-After"] == "1"
         gate.open.set()
         assert [answer.result()[0] for answer in answers] == [200] * 64
@@ -375,11 +375,11 @@ def test_what_the_model_cannot_compute_is_an_error_of_its_request_alone(vectors,
 def test_where_nothing_can_be_computed_any_more_the_service_ends(monkeypatch, vectors):
     broken = service.Service(Gate(vectors), endpoints.Limits())
     monkeypatch.setattr(broken, "_next_turn", lambda: 1 // 0)
-    with service.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
+    with service.bind_socket("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
         bound.listen()
         clients.submit(exchange, bound.getsockname()[1], post({"input": "wa"}))
         with pytest.raises(SystemExit, match="ZeroDivisionError"):
-            service.server_of(broken, 1.0).run(sockets=[bound])
+            service.make_server(broken, 1.0).run(sockets=[bound])
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(files, "_set_session", away)  # what a request does first
     said = []
-    monkeypatch.setattr(retry.waits, "report", said.append)
+    monkeypatch.setattr(retry.control, "report", said.append)
     with pytest.raises(Unavailable, match="gs://x"):
         asyncio.run(files._call(files.__new__(files), "GET", "b/{}/o", "x"))
     assert len(said) == 1 and "gs://x" in said[0]

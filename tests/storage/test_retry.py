@@ -95,7 +95,7 @@ def failing(times, error):
 
 def test_what_fails_for_a_while_is_done_in_the_end_with_growing_waits(waits, monkeypatch):
     said = []
-    monkeypatch.setattr(retry.waits, "report", said.append)
+    monkeypatch.setattr(retry.control, "report", said.append)
     assert retry.call_with_retries(failing(6, PASSES[0]), "gs://b/x") == "done"
     assert len(waits) == 6 and waits[-1] > 5 * waits[0]
     assert len(said) == 1 and "gs://b/x" in said[0]
@@ -108,12 +108,12 @@ def test_what_fails_for_long_is_unavailable(waits):
 
 
 def test_who_is_to_stop_waits_for_half_a_minute(waits, monkeypatch):
-    monkeypatch.setattr(retry.waits, "deadline", math.inf)
+    monkeypatch.setattr(retry.control, "deadline", math.inf)
     calls = iter(range(1000))
 
     def work():
         if next(calls) == 3:
-            retry.waits.shorten()
+            retry.control.shorten()
             waits.append(0.0)  # the time
         raise TimeoutError
 

@@ -37,7 +37,7 @@ class ProcessResult(NamedTuple):
     # 0: all have finished; 75: stopped on request; else the exit code of the first process that
     # failed, or 128 plus the signal's number if a signal killed it.
     code: int
-    asked: bool  # whether the pod as a whole was asked to stop
+    stop_requested: bool  # whether the pod as a whole was asked to stop
 
 
 @dataclasses.dataclass
@@ -93,12 +93,12 @@ def run(
         "PYTHONUNBUFFERED": "1",
     }
     members: list[_Member] = []
-    asked = False
+    stop_requested = False
 
     def forward(signal_number: int, frame: object) -> None:
-        nonlocal asked
+        nonlocal stop_requested
         del frame
-        asked = True
+        stop_requested = True
         for member in members:
             member.send(signal_number)
 
@@ -107,7 +107,7 @@ def run(
         for number in range(processes):
             process = _start(command, environment | {"JAX_PROCESS_ID": str(number)})
             members.append(_Member(number, process, collections.deque(maxlen=_LAST_LINES)))
-            if asked:  # during the start of the processes
+            if stop_requested:  # during the start of the processes
                 members[-1].send(signal.SIGTERM)
         failed = _watch(members)
     finally:
@@ -120,10 +120,10 @@ def run(
     first = next(iter([*causes, *failed]), None)
     if first is None:
         stopped = any(member.code == errors.STOPPED for member in members)
-        return ProcessResult(errors.STOPPED if stopped else errors.FINISHED, asked)
+        return ProcessResult(errors.STOPPED if stopped else errors.FINISHED, stop_requested)
     for line in _explain(first, members):
         _print(f"pod: {line}", sys.stderr)
-    return ProcessResult(_shell_code(first.process.returncode), asked)
+    return ProcessResult(_shell_code(first.process.returncode), stop_requested)
 
 
 def _addresses(processes: int, slices: int) -> dict[str, str]:

@@ -9,12 +9,12 @@
 #   kubectl --context=gke_project_us-west4-a_tpus --namespace=default logs --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256,batch.kubernetes.io/job-completion-index=0 --container=run --tail=-1 --follow
 #   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
 set -eu
-there=$(kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found --output=name)
+existing=$(kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found --output=name)
 ended=$(kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found '--output=jsonpath={.status.terminalState}')
 if [ -n "$ended" ]; then
   echo "launch: bert-large-pod-SHA256 has ended before (JobSet $ended); deleting it" >&2
   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
-  there=
+  existing=
 fi
 
 mkdir -p /cache/launch/bert-large-pod-SHA256
@@ -152,7 +152,7 @@ spec:
 END
 # No change if it is running; another experiment of the same name is refused.
 if ! kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-SHA256/manifest.yaml; then
-  [ -n "$there" ] || kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
+  [ -n "$existing" ] || kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
   exit 2
 fi
-echo "launch: bert-large-pod-SHA256 is launched; the first lines of $0 show and end it" >&2
+echo "launch: bert-large-pod-SHA256 is launched; see $0 for commands to follow or end it" >&2
