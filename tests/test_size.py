@@ -53,7 +53,7 @@ ABOVE = {
     "text": 3_257,
     "tools": 8_813,
     "training": 2_407,
-    "benchmarks": 3_296,
+    "benchmarks": 3_297,
     "experiments": 1_798,
     "tests": 39_945,
 }
