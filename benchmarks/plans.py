@@ -31,6 +31,7 @@ PLANS = (
     ("bert_base_pod", "v5e:4x4", ()),
     ("bert_base_pod", "v5e:4x4", ("run.check_every=100",)),  # two programs, one of them checked
     ("bert_base_pod", "v5p:2x2x4", ()),
+    ("bert_base_pod", "tpu7x:2x2x4", ()),
     ("bert_large_pod", "v3:8x8", ()),
     ("bert_large_pod", "v5e:8x8", ()),
     ("bert_large_pod", "v5p:4x4x4", ()),

@@ -53,7 +53,7 @@ ABOVE = {
     "text": 3_257,
     "tools": 8_805,
     "training": 2_407,
-    "benchmarks": 3_297,
+    "benchmarks": 3_298,
     "experiments": 1_831,
     "tests": 39_996,
 }
