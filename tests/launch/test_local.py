@@ -35,14 +35,14 @@ def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, ca
 def test_a_dry_run_is_a_script_that_holds_it_all(small, cache, tmp_path, capfd):
     workdir, given = tmp_path / "a run", ["--devices-per-process", "4", "--slices", "3"]
     words = [str(small), "--workdir", str(workdir), "--set", "phases.1.steps=9", "--retries", "2"]
-    words += ["--dry-run", "--processes", "3"]
+    words += ["--dry-run", "--processes", "3", "--extend"]
     assert __main__.main(["local", *words, *given]) == errors.FINISHED
     script = capfd.readouterr().out
     *files, start = script.splitlines()
     start = shlex.split(start)
     assert start[1:5] == ["-m", "launch", "local", "--processes=3"]
     assert start[5:7] == ["--devices-per-process=4", "--slices=3"]
-    assert start[9] == "--retries=2" and start[11:] == ["--workdir", str(workdir)]
+    assert start[9] == "--retries=2" and start[11:] == ["--workdir", str(workdir), "--extend"]
     subprocess.run(["bash"], input="\n".join(files).encode(), check=True)
     shipped = config.load(start[10])
     assert shipped == config.override(config.load(str(small)), ["phases.1.steps=9"])
