@@ -29,7 +29,7 @@ FORMS = {
 
 
 def task(kind="classify", source=None, **settings):
-    source = source or FORMS[SPECS[kind].sources[0]]
+    source = source or FORMS[SPECS[kind].formats[0]]
     fields = {"train": (source,), "validation": (source,)} | KINDS[kind] | settings
     return Task(kind=kind, **fields)
 
@@ -37,7 +37,7 @@ def task(kind="classify", source=None, **settings):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_read_from_the_sources_that_can_hold_it(kind):
     for word, source in FORMS.items():
-        if word in SPECS[kind].sources:
+        if word in SPECS[kind].formats:
             assert task(kind, source).train == (source,)
         else:
             with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.kind={kind} "):
@@ -111,7 +111,7 @@ BY_FLAGS = {
 def test_each_kind_is_said_by_flags_and_settings_alone(kind):
     """However many of its required fields have no flag."""
     fields, settings = BY_FLAGS[kind]
-    source = FORMS[SPECS[kind].sources[0]]
+    source = FORMS[SPECS[kind].formats[0]]
     held_out = "beir:x:test" if kind == "similar" else source
     given = {"kind": kind, "train": [source], "validation": [held_out]}
     sets = [*settings, "optimizer.peak_learning_rate=1e-4"]

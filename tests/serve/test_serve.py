@@ -158,11 +158,11 @@ def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(port, embedder):
 
 def test_no_text_needs_a_program_that_was_not_compiled_at_the_start(vectors, embedder):
     embedder.warm()  # what was compiled before may have been given back
-    programs = embedder._run._cache_size()
+    programs = embedder._program._cache_size()
     assert programs == 6  # of 16, 32 and 64 tokens, for one text and for several
     for count in range(0, 99, 9):
         list(embedder.embed(["wa " * count] * (1 + count % 4)))
-    assert embedder._run._cache_size() == programs
+    assert embedder._program._cache_size() == programs
 
 
 def test_what_waits_together_is_computed_together_and_each_gets_its_own(vectors, embedder):

@@ -316,8 +316,8 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("--next xa wa", "--next: run: "),
-        ("--top 3 wa", "--top: run: "),
+        ("--next xa wa", "--next: run is a fine-tuned run"),
+        ("--top 3 wa", "--top: run is a fine-tuned run"),
         ("--score wa", "TEXTS: "),
         ("--source text:test", "'text:test'"),
         ("--source jsonl:blank --out a.jsonl", "blank:2: column 'sentence'"),
