@@ -172,7 +172,7 @@ class Task(Section, role="identity", label="task"):
     def require_readable(
         self, where: str, sources: tuple[str, ...], columns: tuple[str, ...]
     ) -> None:
-        """Raises InputError, which names `where`, unless columns can be read from each source."""
+        """Raises InputError, which begins with `where`, unless all sources can have the columns."""
         for source in sources:
             file_format, _, path = source.partition(":")
             # A dataset name may end in a colon and a version, so the split is the last part.

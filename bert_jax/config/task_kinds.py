@@ -85,7 +85,7 @@ KINDS = {
     "classify": KindSpec("labels:SentenceKind", _LABEL_SCORES, settings=_LABEL_SETTINGS),
     "pair": KindSpec("labels:SentenceKind", _LABEL_SCORES, settings=_LABEL_SETTINGS, **_PAIR),
     "regress": KindSpec(
-        "labels:NumberKind", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
+        "labels:RegressionKind", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
     ),
     "choice": KindSpec(
         "labels:ChoiceKind",
@@ -101,7 +101,7 @@ KINDS = {
         formats=("conll", "jsonl", "tfds"),
     ),
     "span": KindSpec(
-        "spans:SpanTask",
+        "spans:SpanKind",
         ("f1", "exact_match"),
         ("question", "context"),
         ("document_stride", "max_query_length", "max_answer_length", "no_answer"),

@@ -303,12 +303,12 @@ def probe_evaluator(
     """
     setup = tokenizer, experiment.parallelism, mesh, experiment.run.eval_batch_size
 
-    @functools.lru_cache(maxsize=1)  # opens the probes again if an argument changes
-    def open_probes(model: Model, vectors: TextVectors | None) -> int:
-        return probes.open(model, *setup, vectors)
+    @functools.lru_cache(maxsize=1)  # prepares the probes again if an argument changes
+    def prepare_probes(model: Model, vectors: TextVectors | None) -> int:
+        return probes.prepare(model, *setup, vectors)
 
     def evaluate_probes(params: Any, done: int) -> dict[str, Any]:
-        open_probes(experiment.model_after(done), read_vectors())
+        prepare_probes(experiment.model_after(done), read_vectors())
         return probes.evaluate(params)
 
     def describe(line: dict[str, Any]) -> str:
@@ -318,7 +318,7 @@ def probe_evaluator(
             warning = similarity_warning(line, JsonLines(metrics).read(), base)
         return f"probes: {', '.join(scores)}{warning}"
 
-    is_due = _probe_schedule(experiment, open_probes(experiment.model_of(0), read_vectors()))
+    is_due = _probe_schedule(experiment, prepare_probes(experiment.model_of(0), read_vectors()))
     return Evaluator("probes", is_due, evaluate_probes, describe, time_category="probes")
 
 

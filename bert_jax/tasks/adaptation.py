@@ -26,20 +26,20 @@ Batches = list[tuple[np.ndarray, Batch]]  # from `eval_batches`
 
 
 def read_base(experiment: Finetuning) -> Base:
-    """Reads the weights of the base that a task can use, onto the host.
+    """Reads onto the host those weights of the base that a task can use.
 
-    These are `encoder`, the part below the head, and the `projection` of vectors of tokens. A
+    These are `encoder`, the part below the head, and `projection`, a layer for vectors of tokens. A
     decoder or sparse vectors use all of `masked_lm` instead of the part below the head. The model
     has the dropout rates and the compute type of `adapt`. The hash covers the weights, the
     tokenizer and the pooling of a head; a run saves it to identify its base.
     """
     if not experiment.init_from:
         raise InputError("--from: name a base or a run whose encoder is to be adapted")
-    trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))
+    trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))  # local or in a bucket
     adapt, reads = experiment.adapt, experiment.task.spec.implementing_class.reads
     reads_masked_lm = reads in ("decoder", "masked_lm")
     require_usable(trained.model, experiment, experiment.init_from)
-    # Read for tags and spans too, which may not use it: the hash covers it.
+    # This part is read even for tags and spans, which may not use it: the hash covers it.
     part = "masked_lm" if reads_masked_lm else part_below_head(trained.model, "pooled")
     names = {"encoder", part}
     names |= {"projection"} & trained.params.keys()
@@ -116,7 +116,7 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
     """
     task = experiment.task
     has_decoder = task.spec.implementing_class.reads == "decoder"
-    if has_decoder and (model.kind != "bert" or model.code):
+    if has_decoder and (model.kind != "bert" or model.code):  # `code`: a custom encoder
         kind = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
             f"{where}: {kind}: task.kind=generate needs the layers of model.kind=bert for its "
@@ -132,18 +132,18 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OutputReader:
-    """A pre-trained model on a mesh; callers pass its parameters to the compiled functions."""
+class ModelRunner:
+    """A model without parameters, on a mesh: compiles functions, and makes batches for them."""
 
     model: Model
     tokenizer: Tokenizer
     parallelism: Parallelism
     mesh: jax.sharding.Mesh
     size: int  # rows of a batch, over all devices
-    vectors: base_lib.TextVectors | None = None  # settings of text vectors; None: defaults
+    vector_settings: base_lib.TextVectors | None = None  # how texts become vectors; None: defaults
 
     def compile_rows(self, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Compiles a function of the arguments of `Objective.forward`, as `step.make_rows_step`."""
+        """Compiles `run`, with the arguments of `Objective.forward`; see `step.make_rows_step`."""
         return step.make_rows_step(Pretraining(self.model), run, self.parallelism, self.mesh)
 
     def clamp_length(self, task: Task) -> Task:
@@ -183,8 +183,8 @@ def run_rows(
     """
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))
-    for (numbers, _), batch in zip(batches, placed, strict=True):
-        for row, values in zip(numbers, jax.device_get(run(batch)), strict=False):
+    for (row_indices, _), batch in zip(batches, placed, strict=True):
+        for row, values in zip(row_indices, jax.device_get(run(batch)), strict=False):
             values = values if values.ndim == 1 else values[: rows.lengths[row]]
             outputs[row] = compress_output(values)
     return outputs
@@ -203,7 +203,7 @@ def compile_forward(
     The outputs are those of `objective.predict`. The loss of a decoder is per token of the targets.
     """
     predict = step.make_rows_step(objective, objective.predict, parallelism, mesh)
-    if objective.reads == "decoder":  # outputs are ids of a search: the loss takes another pass
+    if objective.reads == "decoder":  # outputs are generated ids: the loss takes another pass
         add_metrics = step.make_eval_step(objective, parallelism, mesh)
         zeros: Any = {name: np.zeros(2, np.float32) for name in objective.metrics}
 

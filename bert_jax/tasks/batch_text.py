@@ -18,14 +18,14 @@ from bert_jax.text.tokenizer import Tokenizer
 
 
 def show(experiment: Finetuning, step: int, max_shown: int) -> Iterator[Text]:
-    """Yields lines about the first rows of a step, or about the first examples that train vectors.
+    """Yields lines about the first rows of a step; for a task of vectors, the first examples.
 
     A token with a tag, and the first and last token of an answer, are written {token|mark}. The
     target of a generated text follows `->`.
     """
     base = read_base(experiment)
     kind_class: type[TaskKind] = experiment.task.spec.implementing_class
-    training = kind_class.read_training(experiment, base, Tally(), teacher="skip")
+    training = kind_class.read_training(experiment, base, Tally(), run_teacher=False)
     kind, rows, batches = training.kind, training.rows, training.batches
     total = math.ceil(experiment.epochs * training.samples_per_epoch / experiment.batch_size)
     if not 0 <= step < total:
@@ -44,7 +44,7 @@ def show(experiment: Finetuning, step: int, max_shown: int) -> Iterator[Text]:
     assert rows is not None and isinstance(batches, TaskBatches)
     for row in batches.step_rows(step)[:max_shown]:
         example = training.examples[rows.origins[row][0] if rows.origins else row // per_example]
-        yield Text(f"\n{printable(example.location)}{_target_text(rows, int(row), kind.labels)}")
+        yield Text(f"\n{printable(example.location)}{_target_suffix(rows, int(row), kind.labels)}")
         tokens = [printable(base.tokenizer.token(int(i))) for i in rows.ids[row]]
         text = mark_tokens(tokens, dict(_marks(rows, int(row), kind.labels)))
         if isinstance(rows, TargetRows):
@@ -54,9 +54,9 @@ def show(experiment: Finetuning, step: int, max_shown: int) -> Iterator[Text]:
 
 
 def _vector_lines(batch: Batch, tokenizer: Tokenizer, count: int, limit: int) -> Iterator[Text]:
-    """Yields the texts of the first `limit` examples that train vectors, `count` rows each."""
+    """Yields the texts of the first `limit` examples, which have `count` rows each."""
     for row, ids in enumerate(batch["input_ids"][: limit * count]):
-        if row % count == 0:
+        if row % count == 0:  # all rows of an example have its true scores
             scores = np.atleast_1d(batch["scores"][row]) if "scores" in batch else ()
             score = f", target {', '.join(f'{x:g}' for x in scores)}" if len(scores) else ""
             yield Text(f"\nexample {row // count} of the step{score}")
@@ -64,8 +64,8 @@ def _vector_lines(batch: Batch, tokenizer: Tokenizer, count: int, limit: int) ->
         yield mark_tokens([printable(tokenizer.token(int(i))) for i in token_ids], {})
 
 
-def _target_text(rows: TaskRows, row: int, labels: Sequence[str]) -> str:
-    """Returns the target of a whole row as text."""
+def _target_suffix(rows: TaskRows, row: int, labels: Sequence[str]) -> str:
+    """Returns the target of a whole row as text that follows the location of its example."""
     if "targets" not in rows.row_arrays:
         is_unanswered = "starts" in rows.row_arrays and not rows.row_arrays["ends"][row]
         return ": no answer in this row" if is_unanswered else ""
@@ -88,4 +88,5 @@ def _marks(rows: TaskRows, row: int, labels: Sequence[str]) -> Iterator[tuple[in
             yield int(position), printable(labels[int(tags[position])])
     elif "starts" in rows.row_arrays and rows.row_arrays["ends"][row]:
         start, end = int(rows.row_arrays["starts"][row]), int(rows.row_arrays["ends"][row])
-        yield from {end: "last", start: "first" if start != end else "answer"}.items()
+        marks = {start: "first", end: "last"} if start < end else {start: "answer"}
+        yield from marks.items()

@@ -25,8 +25,8 @@ from bert_jax.tasks.formats import require_field, require_text
 from bert_jax.text.records import OnBroken, quote_names
 
 Cells = list[Any]
-Labelled = Literal["labelled", "unlabelled"]
-NoAnswer = Literal["never", "possible"]
+Labelling = Literal["labelled", "unlabelled"]
+NoAnswer = Literal["never", "possible"]  # "never": every question has an answer
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # IOB2: O, B-TYPE and I-TYPE. "-TYPE" may be missing.
@@ -37,7 +37,7 @@ _SHOWN_LOCATIONS = 3
 
 @dataclass(frozen=True)
 class Sentence:
-    """An example of one text or several related texts, not only sentences, with a label."""
+    """An example of one or more texts and a label. (The name is part of the hash of examples.)"""
 
     location: str
     # One text for `classify` and `generate`; two for `pair`, `regress` and `similar`; for `choice`
@@ -102,8 +102,8 @@ class MinimalPair:
     location: str
     good: str
     bad: str
-    paradigm: str  # the phenomenon that the pair tests
-    field: str  # a group of paradigms, such as "syntax"; "" if there are no groups
+    paradigm: str  # one set of pairs that test the same, such as a file of BLiMP
+    field: str  # of linguistics, a group of paradigms, such as "syntax"; "": no groups
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -118,8 +118,8 @@ class Candidates:
     location: str
     query: str
     candidates: tuple[str, ...]  # at least one
-    scores: tuple[float, ...] | None  # one for each; above 0: relevant; None if unlabelled
-    # Scores of the relevant texts that BM25 did not retrieve; None if the candidates are given.
+    scores: tuple[float, ...] | None  # true ones, above 0 if relevant; None if unlabelled
+    # Scores of the relevant texts that BM25 did not retrieve; None if the source lists the texts.
     missed: tuple[float, ...] | None = None
 
     @property
@@ -173,27 +173,27 @@ class Tally:
 
 
 def read(
-    task: Task, sources: tuple[str, ...], labelled: Labelled, tally: Tally | None = None
+    task: Task, sources: tuple[str, ...], labelling: Labelling, tally: Tally | None = None
 ) -> list[Example]:
     """Returns the examples of all sources, in order; see `iterate`."""
-    return list(iterate(task, sources, labelled, tally))
+    return list(iterate(task, sources, labelling, tally))
 
 
 def iterate(
-    task: Task, sources: tuple[str, ...], labelled: Labelled, tally: Tally | None = None
+    task: Task, sources: tuple[str, ...], labelling: Labelling, tally: Tally | None = None
 ) -> Iterator[Example]:
     """Yields the examples of all sources, in order.
 
     Unlabelled sources may lack the label column. `tally` counts examples and broken rows.
     """
-    columns = task.text_columns + (task.label_columns if labelled == "labelled" else ())
+    columns = task.text_columns + (task.label_columns if labelling == "labelled" else ())
     task.require_readable(where="source", sources=sources, columns=columns)
     location_by_id: dict[str, str] = {}  # of questions
     tally = Tally() if tally is None else tally
     for source in sources:
         count, first_broken = 0, len(tally.broken)
         on_broken = broken_row_handler(task, tally)
-        for example in _read_source(task, source, columns, labelled, on_broken):
+        for example in _read_source(task, source, columns, labelling, on_broken):
             count += 1
             if isinstance(example, Question):
                 if example.id in location_by_id:
@@ -211,7 +211,7 @@ def iterate(
 
 
 def broken_row_handler(task: Task, tally: Tally) -> OnBroken:
-    """Returns a function that, by `task.broken_rows`, raises errors or records them in `tally`."""
+    """Returns a function that raises errors or records them in `tally` (see `task.broken_rows`)."""
     return tally.record_broken if task.broken_rows == "skip" else _raise_broken
 
 
@@ -221,12 +221,12 @@ def _raise_broken(location: str, error: InputError) -> None:
 
 
 def _read_source(
-    task: Task, source: str, columns: tuple[str, ...], labelled: Labelled, on_broken: OnBroken
+    task: Task, source: str, columns: tuple[str, ...], labelling: Labelling, on_broken: OnBroken
 ) -> Iterator[Example]:
-    if "squad" in task.spec.formats:  # a question has no columns
+    if "squad" in task.spec.formats:  # the kind reads questions, which have no columns
         for location, record in formats.read_questions(source):
             try:
-                yield _question_from_record(source, location, record, task.no_answer, labelled)
+                yield _question_from_record(source, location, record, task.no_answer, labelling)
             except InputError as error:
                 on_broken(location, error)
         return
@@ -252,14 +252,14 @@ def is_blank(value: Any) -> bool:
 def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
     """Builds an example from the cells of its text columns and, if labelled, label columns."""
     count = len(task.text_columns)
-    kind = task.spec.implementing_class
-    return kind.parse_cells(task, location, values[:count], values[count:])
+    kind_class = task.spec.implementing_class
+    return kind_class.parse_cells(task, location, values[:count], values[count:])
 
 
 def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
     """Returns an example whose label is a name, a text, or a number."""
-    columns = zip(task.text_columns, texts, strict=True)
-    checked = tuple(require_text(value, f"column {name!r}", location) for name, value in columns)
+    text_cells = zip(task.text_columns, texts, strict=True)
+    checked = tuple(require_text(value, f"column {name!r}", location) for name, value in text_cells)
     # Kinds that are scored by correlations have numbers as labels.
     parse_label = parse_number if "spearman" in task.spec.scores else _label_name
     label = parse_label(labels[0], f"column {task.label_column!r}", location) if labels else None
@@ -268,22 +268,22 @@ def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) 
 
 def minimal_pair_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> MinimalPair:
     """Returns a pair with its paradigm and, if the task names its column, its field."""
-    columns = zip(task.text_columns, texts, strict=True)
-    good, bad = (require_text(value, f"column {column!r}", location) for column, value in columns)
-    columns = zip(task.label_columns, labels, strict=True)
-    names = [_label_name(value, f"column {column!r}", location) for column, value in columns]
+    text_cells = zip(task.text_columns, texts, strict=True)
+    good, bad = (require_text(value, f"column {name!r}", location) for name, value in text_cells)
+    label_cells = zip(task.label_columns, labels, strict=True)  # pairs are always labelled
+    names = [_label_name(value, f"column {name!r}", location) for name, value in label_cells]
     return MinimalPair(location, good, bad, names[0], names[1] if task.field_column else "")
 
 
 def tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Tagged:
     """Returns an example from a list of words and a list of tags."""
     columns = (task.text_column, task.label_column)
-    for column, value in zip(columns, [*texts, *labels], strict=False):
+    for column, value in zip(columns, [*texts, *labels], strict=False):  # `labels` may be []
         if not isinstance(value, list) or not value:
             raise InputError(
-                f"{location}: column {column!r} must be a list of words or tags, not empty"
+                f"{location}: column {column!r} must be a non-empty list of words or tags"
             )
-    # Equal words and equal tags share one object.
+    # Words and tags are interned to save memory.
     checked = [require_text(word, f"word {i}", location) for i, word in enumerate(texts[0], 1)]
     words = tuple(map(sys.intern, checked))
     if not labels:
@@ -295,21 +295,21 @@ def tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) ->
 
 
 def _question_from_record(
-    source: str, location: str, record: Mapping[str, Any], no_answer: NoAnswer, labelled: Labelled
+    source: str, location: str, record: Mapping[str, Any], no_answer: NoAnswer, labelling: Labelling
 ) -> Question:
     id_ = require_text(require_field(record, "id", str, location), "id", location)
     location = f"{source.removeprefix('squad:')}: question {id_}"
     question = require_text(require_field(record, "question", str, location), "question", location)
     context = require_text(require_field(record, "context", str, location), "context", location)
-    if labelled == "unlabelled":
+    if labelling == "unlabelled":
         return Question(location, id_, question, context, (), True)
     records = require_field(record, "answers", list, location)
     answers = tuple(_answer_from_record(answer, context, location) for answer in records)
     if "is_impossible" in record:
         impossible = require_field(record, "is_impossible", bool, location)
         if impossible == bool(answers):
-            count = "answers" if answers else "no answer"
-            raise InputError(f"{location}: is_impossible={impossible}, but it has {count}")
+            what = "answers" if answers else "no answer"
+            raise InputError(f"{location}: is_impossible={impossible}, but it has {what}")
     if not answers and no_answer == "never":
         raise InputError(
             f"{location}: has no answer; set task.no_answer=possible, or remove the question"
@@ -359,9 +359,9 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
 
 
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
-    """Yields unlabelled examples, numbered from `first`. A task of pairs makes two of A B C D.
+    """Yields unlabelled examples, numbered from `first`.
 
-    A kind that reads lists makes one example of A B C D: a query and three texts.
+    The texts A B C D give two pairs, or for a variadic kind one example: a query and three texts.
     """
     count = len(texts) if task.spec.is_variadic else len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):

@@ -55,20 +55,20 @@ class TaskModel:
     ):
         parallelism = Parallelism()  # the run's own is for the run's devices
         mesh = mesh_lib.make_mesh(parallelism)
-        current = load_experiment(workdir, Finetuning)
+        latest = load_experiment(workdir, Finetuning)  # of the last start: the base may have moved
         checkpoints = Checkpoints(workdir.checkpoints)
         number = checkpoints.find_step(checkpoint)
         metadata = checkpoints.metadata(number)
         self.experiment = dataclasses.replace(
-            checkpoints.experiment(number, Finetuning), init_from=base or current.init_from
+            checkpoints.experiment(number, Finetuning), init_from=base or latest.init_from
         )
         loaded = _read_base(self.experiment, workdir, metadata["init_sha256"])
         # Only training has negatives.
         self.task = self.experiment.task.with_fields(negative_column="", **task_fields)
         # In the order of the head's outputs; () for a task without labels.
         self.labels = tuple(metadata["notes"]["labels"])
-        # Settings of text vectors; None: defaults.
-        self.vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
+        # How texts become vectors; None: defaults.
+        self.vector_settings = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
         kind: TaskKind = self.task.spec.implementing_class.restore(
             self.task, self.labels, loaded, metadata["notes"]
         )
@@ -87,7 +87,7 @@ class TaskModel:
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params = restored.step, restored.state["params"]
         self.kind = kind.with_threshold(restored.metadata["notes"] | {"step": self.step})
-        # The base's, with the run's dropout rates and compute type.
+        # The base's model, with the run's dropout rates and compute type, and its tokenizer.
         self.model, self.tokenizer = objective.model, loaded.tokenizer
         # The line of metrics.jsonl with the scores of this step; None if there is none.
         self.evaluation = metrics_line(workdir, "scores", self.step)
@@ -95,7 +95,7 @@ class TaskModel:
         self._forward = compile_forward(objective, parallelism, mesh)
         self.unknown = UnknownShare(loaded.tokenizer)
         self._shards = mesh_lib.batch_shards(mesh)
-        self._sizes: tuple[int, ...] = ()  # compiled by `warm`: examples of a batch, ascending
+        self._sizes: tuple[int, ...] = ()  # batch sizes of `warm`, in examples, ascending
         self._largest = 0  # without `_sizes`: the largest batch so far, in examples
 
     def warm(self, sizes: tuple[int, ...]) -> None:
@@ -103,7 +103,7 @@ class TaskModel:
         self._sizes, task, unit = sizes, self.task, rows.LENGTH_STEP
         others = ["a"] * (len(task.text_columns) - 1)
         for limit in range(unit, task.max_sequence_length + unit, unit):
-            # Each word is one token, so that the rows need the program of this length.
+            # Each word is one token; half a step below `limit` leaves room for special tokens.
             words = " ".join(["a"] * (limit - unit // 2))
             (example,) = examples_lib.parse_arguments(task, [*others, words])
             for size in sizes:
@@ -153,7 +153,7 @@ class TaskModel:
         task_rows = self.kind.rows(examples)
         self.unknown.add(task_rows.ids)
         count = len(task_rows.ids) // task_rows.rows_per_example
-        # Few texts compile a small program; a larger window compiles a larger one, once.
+        # A batch is as large as the largest window so far: few texts need no large program.
         self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
         sizes = self._sizes or (self._largest,)
         size = next((size for size in sizes if size >= count), sizes[-1])
@@ -183,7 +183,7 @@ def _read_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> base_li
 class FinetunedModel(LoadedModel):
     """A fine-tuned model: its encoder, with the methods of `LoadedModel`, and its task.
 
-    `fill` raises InputError, since the heads of pre-training are not fine-tuned.
+    `fill` raises InputError unless the task trains the masked LM head.
     """
 
     task_model: TaskModel = dataclasses.field(kw_only=True)
@@ -209,7 +209,7 @@ class FinetunedModel(LoadedModel):
             params,
             tuned.tokenizer,
             fresh=fresh,
-            vectors=tuned.vectors,
+            vectors=tuned.vector_settings,
             name=tuned.experiment.name,
             step=tuned.step,
             evaluation=tuned.evaluation,
@@ -241,7 +241,7 @@ class FinetunedModel(LoadedModel):
         return list(self.task_model.predict(examples))
 
     def score(self, sources: str | Sequence[str] = ()) -> dict[str, Any]:
-        """Returns `step`, `loss`, `score` (the main metric of the task) and all metrics by name.
+        """Returns `step`, `loss`, `score` (the main score of the task) and all scores by name.
 
         Args:
           sources: one or several, as in `task.validation`, such as "tsv:FILE"; none: the validation

@@ -48,7 +48,7 @@ def finetune(
     """Starts or resumes the fine-tuning of a base on a task.
 
     If `base` is None, the base is that of the experiment, or that of the run in the workdir. The
-    workdir is at `path`, or runs/NAME. `origin` tells where the settings come from.
+    workdir is at `path`, or runs/NAME. `origin` is from `config.load_with_origin`.
     """
     if not experiment.task.spec.adapt_methods:
         raise InputError(
@@ -57,7 +57,7 @@ def finetune(
         )
     path = path or f"runs/{experiment.name}"
     if base is None and not experiment.init_from:
-        workdir = mirror.open_workdir(path)
+        workdir = mirror.open_workdir(path)  # in a bucket: with local copies of its files
         if workdir.experiment.exists():
             base = load_experiment(workdir, Finetuning).init_from
     if base is not None:
@@ -79,11 +79,12 @@ class FinetuningJob(Job):
         self._tallies = {"train": Tally(), "validation": Tally()}
         self.data = read_data(experiment, self._base, self._tallies)
         self.objective, self.data_sha256 = self.data.objective, self.data.sha256
+        # A sample is an example or, for tags and spans, whose examples may have several, a row.
         samples = experiment.epochs * self.data.training.samples_per_epoch
         self._set_steps(math.ceil(samples / experiment.batch_size))
         # Raises InputError if the state cannot be sharded over the mesh.
         step.abstract_state(self.objective, self.optimizer, experiment.parallelism, mesh)
-        microbatches = experiment.parallelism.accumulation_of(0)
+        microbatches = experiment.parallelism.accumulation_of(phase=0)
         size = experiment.batch_size
         mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, microbatches)
 
@@ -98,12 +99,13 @@ class FinetuningJob(Job):
         self.optimizer = dataclasses.replace(self.experiment.optimizer, warmup_steps=warmup)
 
     def differences(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
+        """Returns the changed settings; without any, checks the data and sets `total_steps`."""
         if metadata["init_sha256"] != self._base.sha256:
             raise InputError(
                 f"--from {self.experiment.init_from}: its weights are not those that this run "
                 "started from; name that base, or choose another --workdir"
             )
-        changed = config.differences(saved, self.experiment, role="identity")
+        changed = config.differences(saved, self.experiment, role="identity")  # must not change
         changed = [line for line in changed if not line.startswith("init_from:")]
         labels = tuple(metadata["notes"]["labels"])
         if not changed and labels != self.labels:
@@ -113,9 +115,9 @@ class FinetuningJob(Job):
                 "start again with another --workdir"
             )
         if not changed:
-            # Checked before the state is restored: other examples may give it other shapes.
+            # Raises InputError for other examples before the state is restored, in other shapes.
             self.accept_checkpoint(metadata)
-            # Older runs have fewer steps: their epochs counted examples, not rows.
+            # In older runs, which may have fewer steps, epochs counted examples instead of rows.
             self._set_steps(metadata["notes"].get("total_steps", self.total_steps))
         return changed
 
@@ -139,25 +141,24 @@ class FinetuningJob(Job):
         if (baseline := data.kind.baseline(data.validation)) is not None:
             answer, score = baseline
             self._baseline_text = f"; {answer}: {experiment.task.main_score} {score:.4f}"
-        unknown = {
-            name: UnknownShare(tokenizer).add(task_rows.ids)
-            for name, task_rows in (("train", training.rows), ("validation", data.eval_rows))
-            if task_rows is not None
-        }
+        splits = {"train": training.rows, "validation": data.eval_rows}
+        ids = {name: split.ids for name, split in splits.items() if split is not None}
+        unknown = {name: UnknownShare(tokenizer).add(rows_ids) for name, rows_ids in ids.items()}
         for line in self._describe(unknown):
             self.report(line)
         record = {
             "total_steps": self.total_steps,
             "examples": {"train": training.count, "validation": len(data.validation)},
             "unknown": {name: share.value for name, share in unknown.items()},
-            "cut": {"train": _share_cut(training.rows), "validation": _share_cut(data.eval_rows)},
+            "cut": {name: _truncated_share(split) for name, split in splits.items()},
             "guess": baseline,
             "warnings": data.warnings,
         }
         size = experiment.batch_size * training.kind.rows_per_example
         # Rows of a micro-batch on one device.
-        block = size // (shards * experiment.parallelism.accumulation_of(0))
+        block = size // (shards * experiment.parallelism.accumulation_of(phase=0))
         make_batch = functools.partial(training.batch, block)
+        # The only phase has the number 0, and its first step is step 0.
         phase = PhaseBatches(0, 0, self.total_steps, size, self.objective, make_batch)
         self.training = Training(
             objective=self.objective,
@@ -172,7 +173,7 @@ class FinetuningJob(Job):
         )
 
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
-        """Returns the evaluators: `record` at step 0, scores, and mistakes at the last step."""
+        """Returns evaluators: scores; for predictions.jsonl, `record` at step 0 and mistakes."""
 
         def once(name: str, at: int, evaluate: Callable[[], dict[str, Any]]) -> Evaluator:
             return Evaluator(
@@ -186,7 +187,7 @@ class FinetuningJob(Job):
             lambda line: summary(line) + self._baseline_text,
         )
         evaluators = once("task", 0, lambda: record), scores
-        if not self.data.training.examples:  # a kind that trains vectors records no mistakes
+        if not self.data.training.examples:  # kinds that train vectors record no mistakes
             return evaluators
         return *evaluators, once("mistakes", self.total_steps, self._mistakes)
 
@@ -196,15 +197,11 @@ class FinetuningJob(Job):
         data, training = self.data, self.data.training
         hidden = len(self.labels) - len(labels)
         more = f" and {hidden} more" if hidden else ""
-        in_rows = (
-            f" in {training.samples_per_epoch:,} rows"
-            if training.samples_per_epoch != training.count
-            else ""
-        )
+        count, samples = training.count, training.samples_per_epoch
+        in_rows = f" in {samples:,} rows" if samples != count else ""
         yield (
-            f"finetune: {pluralize(training.count, 'example')}{in_rows}, "
-            f"{len(data.validation):,} held out, "
-            f"{pluralize(self.total_steps, 'step')}; "
+            f"finetune: {pluralize(count, 'example')}{in_rows}, "
+            f"{len(data.validation):,} held out, {pluralize(self.total_steps, 'step')}; "
             f"{experiment.init_from}, used weights {self._base.sha256[:12]}"
         )
         if labels and data.kind.reads == "pooled":
@@ -273,23 +270,23 @@ class FinetuningJob(Job):
         return line
 
     def _mistakes(self) -> dict[str, Any]:
-        """Returns the mistakes of the newest evaluation, which was at the same step."""
+        """Returns the mistakes of the evaluation that `scores` has made at this last step."""
         outputs, kind = self._newest
         answers = kind.answers(outputs, self.data.eval_rows, self.data.validation)
         return kind.mistakes(answers, self.data.validation)
 
 
 def _overlay(fresh: Any, tree: Any) -> Any:
-    """Returns fresh parameters, some of them replaced by a base's."""
+    """Returns newly initialized parameters, some of them replaced by a base's."""
     if not isinstance(tree, dict):
         return feed.put(tree, fresh.sharding)
     return fresh | {name: _overlay(fresh[name], part) for name, part in tree.items()}
 
 
-def _share_cut(task_rows: rows.TaskRows | None) -> float:
+def _truncated_share(task_rows: rows.TaskRows | None) -> float:
     """Estimates the share of truncated rows by the share of rows of the maximum length.
 
-    It is 0 for tags and spans, whose long texts continue in another row: their rows have `notes`.
+    It is 0 for rows with `origins` (tags and spans), whose long texts continue in another row.
     """
     if task_rows is None or task_rows.origins:
         return 0.0

@@ -9,6 +9,7 @@ A source is FORMAT:PATH. The formats:
              {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
               "answers": [{"text": TEXT, "answer_start": CHARACTER}]}]}]}]}
   tfds   records of a prepared dataset; the path is NAME:SPLIT
+  beir   a folder of texts and queries, read by `embeddings.retrieval`
 """
 
 import itertools
@@ -32,22 +33,22 @@ _TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an intege
 def read_records(
     source: str,
     header: str,
-    blank_lines: bool = False,
+    keep_blank_lines: bool = False,
     on_broken: OnBroken = text_records.refuse,
 ) -> Iterator[SourceRecord]:
-    """Yields the records of a source; see `text.records.parse` for the other arguments.
+    """Yields the records of a source; `header` is `task.header`, and see `text.records.parse`.
 
     The columns of CoNLL are 0, 1 and so on; their values are lists of texts, one for each word.
     """
     format_, _, path = source.partition(":")
     if format_ == "tfds":
-        return _read_dataset(path)
+        return _read_tfds(path)
     lines = (line.removesuffix("\r") + "\n" for _, line in line_reader.read_file(path))
     if format_ == "conll":
         return _read_conll(lines, path, on_broken)
     if format_ == "squad":
         return _read_squad(lines, path)
-    return text_records.parse(format_, lines, path, header, blank_lines, on_broken)
+    return text_records.parse(format_, lines, path, header, keep_blank_lines, on_broken)
 
 
 def _read_conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[SourceRecord]:
@@ -88,14 +89,14 @@ def _read_squad(lines: Iterable[str], path: str) -> Iterator[SourceRecord]:
             context = require_field(paragraph, "context", str, paragraph_location)
             for k, fields in enumerate(require_field(paragraph, "qas", list, paragraph_location)):
                 location = f"{paragraph_location}.qas[{k}]"
-                require_field(fields, "id", str, location)
+                require_field(fields, "id", str, location)  # so `fields` is an object
                 yield SourceRecord.from_dict(location, fields | {"context": context})
 
 
-def _read_dataset(name_and_split: str) -> Iterator[SourceRecord]:
-    """Yields the records of a dataset with values as in JSON.
+def _read_tfds(name_and_split: str) -> Iterator[SourceRecord]:
+    """Yields the records of a TFDS dataset, with values converted to JSON.
 
-    Arrays become lists, bytes become texts, class numbers become names, and -1 (no label) None.
+    Arrays become lists, bytes texts, and class numbers names; -1 (no label) becomes None.
     """
     name, _, split = name_and_split.rpartition(":")
     folder = tfds_files.find(name)
@@ -179,7 +180,7 @@ def require_text(value: object, name: str, location: str) -> str:
 
 
 def require_field(node: Any, key: str, type_: type, location: str) -> Any:
-    """Returns the value of a key of a JSON object, which must have the type `type_`."""
+    """Returns `node[key]`; `node` must be a JSON object, and the value of type `type_`."""
     if not isinstance(node, dict) or type(node.get(key)) is not type_:
         keys = f"; it has {quote_names(node)}" if isinstance(node, dict) else ""
         raise InputError(f"{location}: must be an object with {key!r}, {_TYPE_NAMES[type_]}{keys}")

@@ -20,7 +20,7 @@ from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import Batch as HostBatch
 from bert_jax.tasks.rows import TaskRows, pad_rows, padded_length
-from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
+from bert_jax.tasks.task_kind import Answer, Answers, ComparedAnswer, Outputs, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
 from bert_jax.text.tokenizer import add_special_tokens
 from bert_jax.training import sharding
@@ -34,18 +34,18 @@ class TargetRows(TaskRows):
     targets: list[np.ndarray] = dataclasses.field(default_factory=list)
     target_limit: int = 0  # maximum padded length of `decoder_ids` and `targets`
 
-    def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
-        """Returns some rows, padded to the length of a batch of the rows `like`.
+    def batch_like(self, indices: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
+        """Returns the batch of some rows, with the padded length of a batch of the rows `like`.
 
         Returns:
-          The arrays of `TaskRows.batch`. With targets also `decoder_ids` and `targets`, which are
-          the same shifted by one, int32 [B, T], and `target_weights` float32 [B, T], 0 for padding.
+          The arrays of `TaskRows.batch`. With targets also `decoder_ids`, int32 [B, T]; `targets`,
+          the next token of each; and `target_weights` float32 [B, T], 0 for padding.
         """
-        batch = super().batch_like(numbers, like, pad_id)
+        batch = super().batch_like(indices, like, pad_id)
         if self.targets:
             longest = max(len(self.targets[i]) for i in like) - 1
             length = padded_length(longest, self.target_limit)
-            targets = [self.targets[i] for i in numbers]
+            targets = [self.targets[i] for i in indices]
             batch["decoder_ids"] = pad_rows([t[:-1] for t in targets], length, pad_id, np.int32)
             batch["targets"] = pad_rows([t[1:] for t in targets], length, pad_id, np.int32)
             lengths = np.array([len(target) - 1 for target in targets])
@@ -74,6 +74,7 @@ class GenerateObjective(TaskObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the logits of each next token of the targets: float32 [B, T, V]."""
+        # `merge_params` builds the module of encoder and decoder from its parameters.
         generator = decoder.merge_params(self.model, params)
         return decoder.target_logits(generator, batch, noise, loop)
 
@@ -87,7 +88,7 @@ class GenerateObjective(TaskObjective):
 
 
 class Generate(TaskKind):
-    """The kind of `generate`: the label of an example is a text, and outputs are token ids."""
+    """The kind `generate`: the label of an example is a text, and outputs are token ids."""
 
     reads, answer_field = "decoder", "generated"
     objective_class = GenerateObjective
@@ -107,15 +108,16 @@ class Generate(TaskKind):
         return ends | {"length": self.task.max_target_length}
 
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:
-        """Returns a row for each source, with its target; both are truncated at the end."""
+        """Returns a row for each input text, with its target; both are truncated at the end."""
         limit, target_limit = self.task.max_sequence_length, self.task.max_target_length
+        # `decoder_ids` and `targets` have one token less than a target with [CLS] and [SEP].
         room, target_room = limit - 2, target_limit - 1
-        sources = [self.encode(example.texts[0], example.location) for example in examples]
-        ids = [add_special_tokens(self.tokenizer, tokens[:room], None)[0] for tokens in sources]
+        inputs = [self.encode(example.texts[0], example.location) for example in examples]
+        ids = [add_special_tokens(self.tokenizer, tokens[:room], None)[0] for tokens in inputs]
         labelled = [example for example in examples if example.label is not None]
         targets = [self.encode(str(example.label), example.location) for example in labelled]
         cut = {
-            f"texts at task.max_sequence_length={limit}": sum(len(s) > room for s in sources),
+            f"texts at task.max_sequence_length={limit}": sum(len(x) > room for x in inputs),
             f"targets at task.max_target_length={target_limit}": sum(
                 len(t) > target_room for t in targets
             ),
@@ -142,7 +144,7 @@ class Generate(TaskKind):
         generated = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
         return scores.text_scores([str(example.label) for example in examples], generated)
 
-    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
+    def compare_answer(self, answer: Answer, example: Sentence) -> ComparedAnswer:
         truth, generated = str(example.label), answer["generated"]
         error = 1 - scores.text_scores([truth], [generated])["chrf"]
-        return ScoredExample([truth], [generated], error)
+        return ComparedAnswer([truth], [generated], error)

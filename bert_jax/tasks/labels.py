@@ -16,7 +16,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
 from bert_jax.tasks.rows import TaskRows
-from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
+from bert_jax.tasks.task_kind import Answer, Answers, ComparedAnswer, Outputs, Scores, TaskKind
 from bert_jax.text.tokenizer import (
     Tokenizer,
     add_special_tokens,
@@ -34,12 +34,13 @@ class SentenceKind(TaskKind):
         """Returns one row for each text, pair or candidate.
 
         A pair that is too long loses tokens from the end of the longer text, one at a time. If both
-        are equally long, the second loses one, as in google-research/bert. With a tokenizer.json it
-        is the originally shorter text, or the first if neither was shorter, as in `tokenizers`.
+        are equally long, the second loses one, as in google-research/bert; with a tokenizer.json,
+        as in `tokenizers`, the one that was shorter before, or the first of equally long ones.
         """
         ids, first_lengths = [], []
         for example in examples:
             tokens = [self.encode(text, example.location) for text in example.texts]
+            # The first text with each other one, such as the candidates of a choice.
             pairs = [(tokens[0], other) for other in tokens[1:]] or [(tokens[0], None)]
             for a, b in pairs:
                 row, start_b = add_special_tokens(self.tokenizer, *self._truncate(a, b))
@@ -66,11 +67,11 @@ class SentenceKind(TaskKind):
         truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
 
-    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both labels; the error of a wrong one is 1 - probability of the true label."""
+    def compare_answer(self, answer: Answer, example: Sentence) -> ComparedAnswer:
+        """Returns both labels; if they differ, the error is 1 - probability of the true one."""
         truth, label = str(example.label), answer["label"]
         error = 1 - answer["probabilities"][truth] if label != truth else 0.0
-        return ScoredExample([truth], [label], error)
+        return ComparedAnswer([truth], [label], error)
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
         indices = {label: i for i, label in enumerate(self.labels)}
@@ -80,7 +81,7 @@ class SentenceKind(TaskKind):
         return self._example_logits(outputs).argmax(axis=1)
 
     def _example_logits(self, outputs: Outputs) -> np.ndarray:
-        """Returns the logits of each example, [examples, labels]."""
+        """Returns the logits of each example, [examples, labels]; a row of `choice` has one."""
         return np.stack(outputs).reshape(-1, len(self.labels))
 
     def _truncate(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
@@ -104,7 +105,7 @@ class ChoiceKind(SentenceKind):
         self.rows_per_example = len(labels)
 
 
-class NumberKind(SentenceKind):
+class RegressionKind(SentenceKind):
     """The kind of `regress`: a number for each example."""
 
     learns, answer_field, output_count = "numbers", "value", 1
@@ -112,9 +113,9 @@ class NumberKind(SentenceKind):
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         return [{"value": float(row[0])} for row in outputs]
 
-    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
-        truth, value = float(example.label or 0), answer["value"]
-        return ScoredExample([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
+    def compare_answer(self, answer: Answer, example: Sentence) -> ComparedAnswer:
+        truth, value = float(example.label or 0), answer["value"]  # `or` is for the type checker
+        return ComparedAnswer([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
         return np.array([example.label for example in examples], np.float32)
@@ -146,13 +147,13 @@ class TagKind(TaskKind):
         for number, example in enumerate(examples):
             with prefix_errors(example.location):
                 parts = self._split_words(example.words)
-            for tokens, starts, words in parts:
+            for tokens, starts, word_indices in parts:
                 row, _ = add_special_tokens(self.tokenizer, tokens, None)
                 weight = np.zeros(len(row), np.float32)
                 weight[starts] = 1.0
                 tag = np.zeros(len(row), np.int32)
                 if example.tags is not None:
-                    tag[starts] = [label_numbers[example.tags[word]] for word in words]
+                    tag[starts] = [label_numbers[example.tags[i]] for i in word_indices]
                 ids.append(row)
                 tags.append(tag)
                 weights.append(weight)
@@ -176,11 +177,11 @@ class TagKind(TaskKind):
             by_name["entity_f1"] = scores.entity_f1(truth, predicted)
         return by_name
 
-    def score_example(self, answer: Answer, example: Tagged) -> ScoredExample:
+    def compare_answer(self, answer: Answer, example: Tagged) -> ComparedAnswer:
         """Returns the true and predicted tags of wrong words, and their number as the error."""
         pairs = zip(example.tags or (), answer["tags"], strict=True)
         wrong = [pair for pair in pairs if pair[0] != pair[1]]
-        return ScoredExample([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
+        return ComparedAnswer([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
 
     def _split_words(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
         """Returns for each row its tokens, the positions where words start, and word indices."""

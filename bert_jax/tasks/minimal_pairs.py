@@ -23,7 +23,7 @@ from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.adaptation import OutputReader, require_finite
+from bert_jax.tasks.adaptation import ModelRunner, require_finite
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.rows import pad_rows, padded_length
 from bert_jax.tasks.task_kind import TaskKind
@@ -47,7 +47,7 @@ class MinimalPairsProbe:
     Draws at most `max_pairs` pairs (None: all), evenly from the paradigms, the same in every run.
     """
 
-    majority, labels = 0.5, ()  # the accuracy of a random choice; there are no labels
+    majority, labels = 0.5, ()  # the baseline is chance; there are no labels
 
     def __init__(self, name: str, task: Task, max_pairs: int | None):
         self.name, self.task = name, task
@@ -55,9 +55,9 @@ class MinimalPairsProbe:
         self.examples = pairs if max_pairs is None else _sample(pairs, max_pairs)
         self.description = f"{len(self.examples)} minimal pairs"
 
-    def open(self, reader: OutputReader) -> int:
+    def prepare(self, runner: ModelRunner) -> int:
         """Tokenizes the texts; returns the FLOPs of one evaluation."""
-        self._reader, model = reader, reader.model
+        self._runner, model = runner, runner.model
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
         # Equal texts are scored once, so that their scores are equal to the last bit.
         self._texts: dict[tuple[int, ...], int] = {}
@@ -72,12 +72,12 @@ class MinimalPairsProbe:
             ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
             hidden = encode(module.encoder, model, *ids, mask, noise, loop)
             logits = heads.masked_lm_logits(module, model, hidden, batch["positions"])
-            logs = jax.nn.log_softmax(logits)
-            target_logs = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)[..., 0]
-            return (target_logs * batch["target_weights"]).sum(axis=1)  # [B]
+            log_probs = jax.nn.log_softmax(logits)
+            log_probs = jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
+            return (log_probs * batch["target_weights"]).sum(axis=1)  # [B]
 
         self._is_causal = model.direction == "left_to_right"
-        self._log_probabilities = reader.compile_rows(row_log_probabilities)
+        self._log_probabilities = runner.compile_rows(row_log_probabilities)
         shapes = ((b["input_ids"].shape, b["positions"].shape) for _, b in self._batches())
         return sum(flops.forward_flops(model, n, length, p) for (n, length), (_, p) in shapes)
 
@@ -85,14 +85,14 @@ class MinimalPairsProbe:
         """Returns how often the acceptable text is more likely. All processes call it.
 
         Returns:
-          `accuracy`, in which equally likely texts count half, its standard error `error`, and the
-          number of `pairs`; in `fields` (e.g. syntax) and `paradigms` the same for each, by name.
+          `accuracy`, in which equally likely texts count half; `error`, its standard error; the
+          number of `pairs`; and these three for each of the `fields` and `paradigms`, by name.
         """
         likelihoods = self._log_likelihoods(params)
         require_finite(self.name, [likelihoods])
         good, bad = likelihoods[self._pair_texts].T
         right = np.where(good == bad, 0.5, good > bad)
-        fields = [pair.field for pair in self.examples if pair.field]
+        fields = [pair.field for pair in self.examples if pair.field]  # of all pairs, or of none
         return {
             **_accuracy(right),
             "fields": _accuracy_by_name(right, fields) if fields else {},
@@ -100,13 +100,13 @@ class MinimalPairsProbe:
         }
 
     def _add_text(self, text: str, location: str) -> int:
-        """Adds a text to the distinct texts if it is new; returns its number."""
+        """Adds a text to the distinct texts if it is new; returns its index."""
         with prefix_errors(location):
-            ids = tuple(self._reader.tokenizer.encode(text))
+            ids = tuple(self._runner.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
             why = "has no tokens"
             if ids:
-                why = f"has {len(ids) + 2} tokens with [CLS] and [SEP], but a row {self._limit}"
+                why = f"has {len(ids) + 2} tokens with [CLS] and [SEP], but a row has {self._limit}"
             raise InputError(f"{location}: {excerpt(text)}: {why}; remove the pair")
         return self._texts.setdefault(ids, len(self._texts))
 
@@ -114,9 +114,9 @@ class MinimalPairsProbe:
         """Returns the log-likelihood or pseudo-log-likelihood of each text, float64 [U]."""
         sums = np.zeros(len(self._texts))
         for texts, batch in self._batches():
-            (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._reader.mesh))
-            logs = jax.device_get(self._log_probabilities(params, None, placed))
-            np.add.at(sums, texts, logs[: len(texts)].astype(np.float64))
+            (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._runner.mesh))
+            row_sums = jax.device_get(self._log_probabilities(params, None, placed))
+            np.add.at(sums, texts, row_sums[: len(texts)].astype(np.float64))
         return sums
 
     def _batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -125,11 +125,11 @@ class MinimalPairsProbe:
         For a causal model each text has one row without a masked token.
 
         Yields:
-          The text numbers of a batch's rows, and its arrays: the encoder's int32 [B, S];
+          The text indices of a batch's rows, and its arrays: inputs of the encoder, int32 [B, S];
           `positions` of predictions and their `targets`, int32 [B, P]; float32 `target_weights`, 0
           for no prediction. The last batch is filled up with rows whose `row_weights` are 0.
         """
-        tok, size = self._reader.tokenizer, self._reader.size
+        tok, size = self._runner.tokenizer, self._runner.size
         lengths = np.array(list(map(len, self._texts)))
         ids = [add_special_tokens(tok, list(text), None)[0] for text in self._texts]
         ids = pad_rows(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
@@ -137,11 +137,11 @@ class MinimalPairsProbe:
         counts = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
         # The text of each row, and the position of its masked token.
         row_texts = np.repeat(order, counts)
-        masked = 1 + np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        masked_at = 1 + np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
         for start in range(0, len(row_texts), size):
             count = min(size, len(row_texts) - start)
             rows = start + np.resize(np.arange(count), size)  # repeats rows to fill the last batch
-            texts, positions = row_texts[rows], masked[rows, None]
+            texts, positions = row_texts[rows], masked_at[rows, None]
             column = np.arange(self._padded_length(lengths[texts[0]]))
             batch_ids = ids[texts][:, : len(column)]
             if self._is_causal:
@@ -170,18 +170,18 @@ class MinimalPairsProbe:
 
 
 def score_lines(name: str, results: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of a table of `MinimalPairsProbe.evaluate`: all, by field, by paradigm."""
+    """Yields the results of `MinimalPairsProbe.evaluate` as a table: all, by field, by paradigm."""
     rows = [(name, results), *results["fields"].items(), *results["paradigms"].items()]
     width = max(len(label) for label, _ in rows)
     for label, scores in rows:
-        accuracy, error = (f"{scores[key]:.3f}" for key in ("accuracy", "error"))
-        yield f"{label:{width}}  {accuracy} +- {error}  ({scores['pairs']} pairs)"
+        accuracy, standard_error = (f"{scores[key]:.3f}" for key in ("accuracy", "error"))
+        yield f"{label:{width}}  {accuracy} +- {standard_error}  ({scores['pairs']} pairs)"
 
 
 def _accuracy(right: np.ndarray) -> dict[str, float]:
     """Returns the mean of values in {0, 0.5, 1}, and its standard error for independent pairs."""
-    error = float(right.std()) / len(right) ** 0.5
-    return {"accuracy": float(right.mean()), "error": error, "pairs": len(right)}
+    standard_error = float(right.std()) / len(right) ** 0.5
+    return {"accuracy": float(right.mean()), "error": standard_error, "pairs": len(right)}
 
 
 def _accuracy_by_name(right: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -190,9 +190,9 @@ def _accuracy_by_name(right: np.ndarray, names: Sequence[str]) -> dict[str, dict
 
 
 def _sample(pairs: list[MinimalPair], count: int) -> list[MinimalPair]:
-    """Returns a sample of at most `count` pairs, evenly from the paradigms, in their order."""
+    """Returns a sample of at most `count` pairs, evenly from the paradigms, in the given order."""
     counts: dict[str, int] = {}
-    rounds = []  # in a random order, the number of each pair within its paradigm
+    rounds = []  # for each pair in a random order, how many before it have its paradigm
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(pairs))
     for i in order:
         name = pairs[i].paradigm

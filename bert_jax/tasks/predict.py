@@ -1,10 +1,10 @@
 """Writes the predictions of a fine-tuned run for examples, and its scores."""
 
-import collections
 import csv
 import itertools
 import json
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -31,9 +31,10 @@ def predict(
     """Yields lines of JSON: the answers of a fine-tuned run, or its scores.
 
     Args:
-      texts: one or more texts, or (location, line) pairs; unused with sources or `score`.
-      sources: of examples; with `score`, () means the run's validation examples.
-      out: a file for the answers, whose numbers are not rounded; None: the answers are yielded.
+      texts: texts of examples, for `parse_arguments`, or (location, line) of one example each;
+        unused with sources or `score`.
+      sources: where to read examples; with `score`, () means the run's validation examples.
+      out: a file for the answers, with unrounded numbers; None: yielded, except with `score`.
     """
     task = model.task
     scores, tally = None, examples_lib.Tally()
@@ -74,7 +75,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     """Writes a file's rows with a fine-tuned run's predictions in one or two more columns.
 
     `predicted` is a label, a number, a list of tags or a text; for a label, `probability` is added.
-    Both are empty for a row with a blank text. Labels in the file are not read.
+    Both are empty for a blank text and for a broken row that is skipped. Labels are not read.
 
     Returns:
       A message with the number of rows and of each predicted label.
@@ -90,7 +91,8 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
         )
     if suffix not in _SUFFIXES:
         raise InputError(f"--out {out}: the name must end in {', '.join(_SUFFIXES)}")
-    counts, unpredicted, tally = collections.Counter[str](), Tally(), Tally()
+    # The `broken` rows of `unpredicted` are those without a prediction.
+    counts, unpredicted, tally = Counter[str](), Tally(), Tally()
     table_rows = _predict_rows(model, source, counts, unpredicted, tally)
     with create_folder(epath.Path(out).parent):
         write_atomic(epath.Path(out), _table_lines(table_rows, suffix, task.header))
@@ -99,24 +101,20 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     parts = [f"{counts.total() + len(unpredicted.broken):,} rows of {file}"]
     parts += [f"predicted {shown}"] if shown else []
     if unpredicted.broken:
-        parts.append(f"no prediction for rows with a blank text: {unpredicted.describe_broken()}")
+        parts.append(f"rows without a prediction: {unpredicted.describe_broken()}")
     return "; ".join(parts)
 
 
 def _predict_rows(
-    model: TaskModel,
-    source: str,
-    counts: collections.Counter[str],
-    unpredicted: Tally,
-    tally: Tally,
+    model: TaskModel, source: str, counts: Counter[str], unpredicted: Tally, tally: Tally
 ) -> Iterator[SourceRecord]:
     """Yields each row with the predicted columns.
 
     `counts` counts labels, `unpredicted` rows without a prediction, and `tally` broken rows.
     """
-    task, field = model.task, model.kind.answer_field  # "": a label
+    task, field = model.task, model.kind.answer_field  # "" if the answer is a label
     on_broken = examples_lib.broken_row_handler(task, tally)
-    records = formats.read_records(source, task.header, blank_lines=True, on_broken=on_broken)
+    records = formats.read_records(source, task.header, keep_blank_lines=True, on_broken=on_broken)
     added = [_PREDICTED] if field else [_PREDICTED, _PROBABILITY]
     is_empty = True
     while window := list(itertools.islice(records, WINDOW)):
@@ -158,9 +156,9 @@ def _require_json(values: Sequence[Any], location: str) -> None:
 
 def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -> Iterator[str]:
     """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
-    first: Sequence[str] = ()
-    # The writer quotes cells with a \r or \n because both are in `end`; \n replaces `end` below.
-    # `table.writerow` returns what `write` returns: the line.
+    first: Sequence[str] = ()  # the column names of the first row
+    # `table.writerow` returns the line, as `write` does. It quotes cells with a \r or \n, as
+    # both are in `end`; below, \n replaces `end`.
     file, end = types.SimpleNamespace(write=str), "\r\n"
     table = csv.writer(file, lineterminator=end)
     if suffix == ".tsv":

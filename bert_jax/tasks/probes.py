@@ -32,7 +32,7 @@ from bert_jax.model.kinds import encode, text_vector
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
-from bert_jax.tasks.adaptation import OutputReader, require_finite, run_rows
+from bert_jax.tasks.adaptation import ModelRunner, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairsProbe
 from bert_jax.tasks.task_kind import make_kind
@@ -44,13 +44,13 @@ from bert_jax.training import mesh as mesh_lib
 Layers = Literal["last", "all"]
 # Maximum size of a sample: enough to tell 60 % from 65 %, small enough to be scored often.
 _SAMPLE_SIZE = 1_000
-# Penalties to select from, as shares of the number of rows; features have a variance of one.
+# Penalties to select from, as multiples of the number of rows; features have a variance of one.
 _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
 @dataclasses.dataclass
 class Probe:
-    """A task for a linear layer. `open` sets `majority`, the score of the majority baseline."""
+    """A task for a linear layer. `prepare` sets `majority`, the score of the majority baseline."""
 
     name: str  # of the task's experiment
     task: Task
@@ -60,7 +60,7 @@ class Probe:
 
     @classmethod
     def read(cls, name: str, task: Task, max_pairs: int | None) -> "Probe":
-        """Reads at most 1,000 training and validation examples each."""
+        """Reads at most 1,000 training and validation examples each; `max_pairs` is unused."""
         train, validation = draw_examples(task, "train"), draw_examples(task, "validation")
         labels = examples_lib.find_labels(task, [*train, *validation])
         return cls(name, task, labels, train, validation)
@@ -76,12 +76,12 @@ class Probe:
         counts = f"{len(self.train)} examples to learn from, {len(self.validation)} to score"
         return f"{self.task.main_score}; {counts}"
 
-    def open(self, reader: OutputReader) -> int:
+    def prepare(self, runner: ModelRunner) -> int:
         """Builds the rows for a model; returns the FLOPs of one evaluation."""
-        self._reader = reader
-        kind = self._kind = make_kind(reader.clamp_length(self.task), self.labels, reader.tokenizer)
+        self._runner = runner
+        kind = self._kind = make_kind(runner.clamp_length(self.task), self.labels, runner.tokenizer)
         self._split_rows = [kind.rows(self.train), kind.rows(self.validation)]
-        self._batches = [reader.batches(rows) for rows in self._split_rows]
+        self._batches = [runner.batches(rows) for rows in self._split_rows]
         counts = np.bincount(self._split_rows[0].labels(), minlength=len(self.labels))
         logits = counts.astype(np.float32)  # the same for each prediction: the majority baseline
         outputs = [
@@ -89,7 +89,7 @@ class Probe:
             for n in self._split_rows[1].lengths
         ]
         self.majority = self._score(outputs)
-        return sum(map(reader.count_flops, self._batches))
+        return sum(map(runner.count_flops, self._batches))
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """Returns the main score on the last layer, by its name."""
@@ -98,16 +98,16 @@ class Probe:
 
     def scores(self, params: Any, layers: Layers) -> list[float]:
         """Returns the main score on each layer of `layers`, the lowest layer first."""
-        reader = self._reader
-        run = functools.partial(jit_features(reader, self._kind.reads, layers), params, None)
+        runner = self._runner
+        run = functools.partial(jit_features(runner, self._kind.reads, layers), params, None)
         # float32 [layers * F] for each row, or [n, layers * F] for its n tokens.
         train, validation = (
-            run_rows(run, batches, rows, reader.mesh)
+            run_rows(run, batches, rows, runner.mesh)
             for batches, rows in zip(self._batches, self._split_rows, strict=True)
         )
         require_finite(self.name, train)
-        count = reader.model.num_hidden_layers + 1 if layers == "all" else 1
-        train_layers = np.split(self._split_rows[0].select_targets(train), count, axis=-1)
+        count = runner.model.num_hidden_layers + 1 if layers == "all" else 1
+        train_layers = np.split(self._split_rows[0].select_at_targets(train), count, axis=-1)
         eval_layers = zip(*(np.split(row, count, axis=-1) for row in validation), strict=True)
         classes, scores = self._split_rows[0].labels(), []
         for features, held_out in zip(train_layers, eval_layers, strict=True):
@@ -121,9 +121,9 @@ class Probe:
 
 
 @functools.lru_cache(maxsize=8)
-def jit_features(reader: OutputReader, reads: Reads, layers: Layers) -> Callable[..., jax.Array]:
-    """Returns a function that computes the features of rows, compiled once for all probes."""
-    model = reader.model
+def jit_features(runner: ModelRunner, reads: Reads, layers: Layers) -> Callable[..., jax.Array]:
+    """Compiles a function for the features of rows, with the arguments of `Objective.forward`."""
+    model = runner.model
 
     def row_features(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
         mask = batch["input_mask"]
@@ -132,6 +132,7 @@ def jit_features(reader: OutputReader, reads: Reads, layers: Layers) -> Callable
         hidden = hidden if layers == "all" else hidden[None]
         hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
         if reads == "pooled":
+            # The output of [CLS] (of the last token if the model is causal), then the mean.
             pool = jax.vmap(lambda layer: text_vector(model, layer, mask))
             weights = mask.astype(jnp.float32)[..., None]
             mean = (hidden * weights).sum(axis=2) / weights.sum(axis=1)
@@ -140,7 +141,7 @@ def jit_features(reader: OutputReader, reads: Reads, layers: Layers) -> Callable
         # [B, layers * 2 D] of pooled texts, or [B, S, layers * D] of tokens.
         return features.reshape(*features.shape[:-2], -1)
 
-    return reader.compile_rows(row_features)
+    return runner.compile_rows(row_features)
 
 
 class SimilarityProbe:
@@ -154,17 +155,17 @@ class SimilarityProbe:
         self.examples = cast(list[examples_lib.Sentence | examples_lib.Passage], examples)
         self.description = f"{task.main_score}; {len(examples)} examples to score"
 
-    def open(self, reader: OutputReader) -> int:
+    def prepare(self, runner: ModelRunner) -> int:
         """Builds the rows for a model; returns the FLOPs of one evaluation."""
-        self._reader, vectors = reader, reader.vectors or TextVectors()
-        task = reader.clamp_length(similar.inherit_prompts(self.task, vectors))
+        self._runner, settings = runner, runner.vector_settings or TextVectors()
+        task = runner.clamp_length(similar.inherit_prefixes(self.task, settings))
         # Texts are truncated as in `embed`, to score the vectors that `embed` returns.
-        length = min(task.max_sequence_length, vectors.max_length or task.max_sequence_length)
+        length = min(task.max_sequence_length, settings.max_length or task.max_sequence_length)
         task = dataclasses.replace(task, max_sequence_length=length)
-        self._kind = similar.Similar(task, (), reader.tokenizer)
+        self._kind = similar.Similar(task, (), runner.tokenizer)
         self._rows = self._kind.rows(self.examples)
-        self._batches = reader.batches(self._rows)
-        return reader.count_flops(self._batches)
+        self._batches = runner.batches(self._rows)
+        return runner.count_flops(self._batches)
 
     @functools.cached_property
     def bm25_scores(self) -> dict[str, float] | None:
@@ -175,19 +176,19 @@ class SimilarityProbe:
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """Returns all scores of the encoder's vectors."""
-        run = functools.partial(jit_vectors(self._reader), params, None)
-        vectors = run_rows(run, self._batches, self._rows, self._reader.mesh)
+        run = functools.partial(jit_vectors(self._runner), params, None)
+        vectors = run_rows(run, self._batches, self._rows, self._runner.mesh)
         require_finite(self.name, vectors)
         return self._kind.scores(vectors, self._rows, self.examples)
 
 
 @functools.lru_cache(maxsize=8)
-def jit_vectors(reader: OutputReader) -> Callable[..., jax.Array]:
+def jit_vectors(runner: ModelRunner) -> Callable[..., jax.Array]:
     """Returns a function that computes the vectors of rows, compiled for the devices."""
-    adapt, vectors = Adapt(), reader.vectors or TextVectors()
+    adapt, settings = Adapt(), runner.vector_settings or TextVectors()
     fields: Any = {"learns": "labels", "reads": "vectors", "outputs": 0, "rows_per_example": 1}
-    objective = similar.SimilarObjective(reader.model, **fields, adapt=adapt, text_vectors=vectors)
-    return reader.compile_rows(objective.vectors)
+    objective = similar.SimilarObjective(runner.model, **fields, adapt=adapt, text_vectors=settings)
+    return runner.compile_rows(objective.vectors)
 
 
 AnyProbe = Probe | MinimalPairsProbe | SimilarityProbe
@@ -225,30 +226,30 @@ class Probes:
         self.description = ", ".join(descriptions)
         self.sha256 = digest.hexdigest()  # of the examples and labels
 
-    def open(
+    def prepare(
         self,
         model: Model,
         tokenizer: Tokenizer,
         parallelism: Parallelism,
         mesh: jax.sharding.Mesh,
         size: int,
-        vectors: TextVectors | None = None,
+        vector_settings: TextVectors | None = None,
     ) -> int:
-        """Opens all probes for an encoder on a mesh; returns the FLOPs of one evaluation.
+        """Prepares all probes for an encoder on a mesh; returns the FLOPs of one evaluation.
 
         `size` is the number of rows of a batch; it is rounded up to a multiple of the devices.
         """
         shards = mesh_lib.batch_shards(mesh)
         size = -(-size // shards) * shards
-        reader = OutputReader(model, tokenizer, parallelism, mesh, size, vectors)
-        return sum(probe.open(reader) for probe in self.probes)
+        runner = ModelRunner(model, tokenizer, parallelism, mesh, size, vector_settings)
+        return sum(probe.prepare(runner) for probe in self.probes)
 
     def evaluate(self, params: Any) -> dict[str, dict[str, Any]]:
         """Returns the scores of all probes. All processes call it.
 
         Returns:
-          `scores` and `majority` by probe. For probes of these kinds, also `minimal_pairs` with the
-          results of `MinimalPairsProbe.evaluate`, and `similar` with all scores, by probe.
+          `scores` and `majority` by probe. If there are probes of these kinds, by probe also
+          `minimal_pairs`, from `MinimalPairsProbe.evaluate`, and `similar`, all scores.
         """
         results: dict[str, Any] = {"scores": {}, "majority": {}}
         for probe in self.probes:
@@ -262,14 +263,15 @@ class Probes:
 
 
 def score_probes(probes: Probes, trained: LoadedModel) -> dict[str, dict[str, Any]]:
-    """Returns the scores of probes (`Probes.evaluate`) on a loaded model, on all devices."""
+    """Prepares and evaluates probes on a loaded model, on all devices; see `Probes.evaluate`."""
     needs_head = any(isinstance(probe, MinimalPairsProbe) for probe in probes.probes)
     if needs_head and any(part.startswith("masked_lm") for part in trained.fresh):
         raise InputError(
             f"{trained.name}: its masked LM head is untrained, and minimal pairs need it; import "
             "weights with it"
         )
-    return probes.evaluate(open_probes(probes, trained))
+    params = prepare_probes(probes, trained)
+    return probes.evaluate(params)
 
 
 def retrieval_baselines(
@@ -277,7 +279,7 @@ def retrieval_baselines(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Returns all scores of BM25 and of the untrained encoder for each probe that ranks texts.
 
-    `score_probes` must have opened the probes for the model. BM25 is missing without its library.
+    `score_probes` must have prepared the probes for the model. BM25 is missing without its library.
     """
     baselines = {}
     for probe in probes.probes:
@@ -290,20 +292,19 @@ def retrieval_baselines(
     return baselines
 
 
-def open_probes(probes: Probes, trained: LoadedModel) -> Any:
-    """Opens probes for a loaded model; returns its parameters, replicated on all devices."""
+def prepare_probes(probes: Probes, trained: LoadedModel) -> Any:
+    """Prepares probes for a loaded model; returns its parameters, replicated on all devices."""
     mesh = mesh_lib.make_mesh(Parallelism())
     setup = Parallelism(), mesh, Run().eval_batch_size, trained.vectors
-    probes.open(trained.model, trained.tokenizer, *setup)
+    probes.prepare(trained.model, trained.tokenizer, *setup)
     return jax.device_put(trained.params, mesh_lib.replicated(mesh))
 
 
 def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Fits a linear classifier by ridge regression on one-hot classes.
 
-    Features are scaled to a variance of one. The penalty is the one of `_PENALTIES` with the least
-    squared error in leave-one-out cross-validation, which has a closed form (Golub, Heath and Wahba
-    1979).
+    Features are scaled to a variance of one. The one of `_PENALTIES` with the lowest squared
+    error in leave-one-out cross-validation is used (in closed form: Golub, Heath and Wahba 1979).
 
     Args:
       features: [N, F].

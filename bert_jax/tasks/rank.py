@@ -29,7 +29,7 @@ from bert_jax.tasks.finetuned_model import TaskModel
 from bert_jax.tasks.formats import require_text
 from bert_jax.tasks.labels import SentenceKind
 from bert_jax.tasks.rows import TaskRows
-from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
+from bert_jax.tasks.task_kind import Answer, Answers, ComparedAnswer, Outputs, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective
 
 # Number of texts of a BEIR folder that BM25 chooses for each query, as in BEIR's reranking.
@@ -48,8 +48,9 @@ def ranking_loss(loss: str, logits: jax.Array, targets: jax.Array, weights: jax.
       weights: of the examples, float32 [E]; 0 excludes an example.
     """
     is_text = jnp.isfinite(targets)
-    if loss == "list_net":  # -1e9, since the probability 0 of padding times -inf would be nan
+    if loss == "list_net":
         truth = jax.nn.softmax(jnp.where(is_text, targets, -jnp.inf))
+        # -1e9, since the probability 0 of padding times -inf would be nan.
         losses = -(truth * jax.nn.log_softmax(jnp.where(is_text, logits, -1e9))).sum(axis=1)
     else:
         weights, targets = weights[:, None] * is_text, jnp.where(is_text, targets, 0.0)
@@ -64,7 +65,7 @@ def ranking_loss(loss: str, logits: jax.Array, targets: jax.Array, weights: jax.
 class RankObjective(TaskObjective):
     """The `Objective` of `rank`.
 
-    A batch has K rows for each example, one for each text; each has the labels of all K texts.
+    A batch has K rows for each example, one for each text; each has the `targets` of all K texts.
     """
 
     ranking_loss: str = "binary_cross_entropy"
@@ -81,13 +82,14 @@ class RankObjective(TaskObjective):
 
 
 def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Candidates:
-    """Returns the example of a query, a list of texts and, if labelled, a list of scores."""
-    lists = zip((task.second_column, task.label_column), [texts[1], *labels], strict=False)
-    for column, value in lists:
+    """Returns the example of a query, a list of texts and, unless `labels` is [], their scores."""
+    query_cell, candidates_cell = texts
+    columns = (task.second_column, task.label_column)
+    for column, value in zip(columns, [candidates_cell, *labels], strict=False):
         if not isinstance(value, list) or not value:
             raise InputError(f"{location}: column {column!r} must be a non-empty list")
-    query = require_text(texts[0], f"column {task.text_column!r}", location)
-    candidates = [require_text(text, f"text {i}", location) for i, text in enumerate(texts[1], 1)]
+    query = require_text(query_cell, f"column {task.text_column!r}", location)
+    candidates = [require_text(x, f"text {i}", location) for i, x in enumerate(candidates_cell, 1)]
     if not labels:
         return Candidates(location, query, tuple(candidates), None)
     scores = scores_from_cell(location, labels[0], len(candidates))
@@ -115,8 +117,8 @@ def scores_from_cell(location: str, cell: list[Any], count: int) -> tuple[float,
 class Rank(TaskKind):
     """The kind `rank`: a row for each pair of a query and a text.
 
-    An example has as many rows as the longest list that was read so far; others are padded with
-    empty texts. Padding is in no loss and in no answer.
+    An example has as many rows as the longest list that was read so far; shorter lists are padded
+    with empty texts. Padding is in no loss and in no answer.
     """
 
     learns, answer_field, output_count = "numbers", "ranking", 1
@@ -129,18 +131,18 @@ class Rank(TaskKind):
 
     @staticmethod
     def parse_passages(passages: Sequence[Passage]) -> Iterator[Candidates]:
-        """Yields for each query the texts that BM25 ranks first, in its order."""
+        """Yields for each query (a `Passage` too) the texts that BM25 ranks first, in its order."""
         queries, texts = retrieval.split_by_role(passages)
-        # One more, since BEIR ignores a text that has the id of the query.
         contents = map(retrieval.contents, (queries, texts))
-        neighbours, _ = bm25.nearest(*contents, count=_CANDIDATES + 1)
-        for (_, query), nearest in zip(queries, neighbours, strict=True):
-            chosen = [text for _, text in map(texts.__getitem__, nearest) if text.id != query.id]
-            chosen, relevant = chosen[:_CANDIDATES], query.relevant or {}
-            scores = tuple(float(relevant.get(text.id, 0)) for text in chosen)
+        # One text more, since BEIR ignores a text that has the id of the query.
+        top_texts, _ = bm25.nearest(*contents, count=_CANDIDATES + 1)
+        for (_, query), top in zip(queries, top_texts, strict=True):
+            chosen = [text for _, text in map(texts.__getitem__, top) if text.id != query.id]
+            chosen, grades = chosen[:_CANDIDATES], query.relevant or {}  # grades by text id
+            scores = tuple(float(grades.get(text.id, 0)) for text in chosen)
             candidates = tuple(text.text for text in chosen)
             chosen_ids = {text.id for text in chosen}
-            missed = tuple(float(grade) for id_, grade in relevant.items() if id_ not in chosen_ids)
+            missed = tuple(float(grade) for id_, grade in grades.items() if id_ not in chosen_ids)
             yield Candidates(query.location, query.text, candidates, scores, missed)
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class Rank(TaskKind):
             yield row[: len(example.candidates)]
 
     def answer_scores(self, scores: np.ndarray) -> np.ndarray:
-        """Returns predicted scores as answers have them, float64."""
+        """Converts head outputs to the scores in answers, float64."""
         if self.task.ranking_loss == "binary_cross_entropy":
             return 1 / (1 + np.exp(-scores))
         return scores
@@ -221,17 +223,17 @@ class Rank(TaskKind):
             for name in self.task.spec.scores
         }
 
-    def score_example(self, answer: Answer, example: Candidates) -> ScoredExample:
+    def compare_answer(self, answer: Answer, example: Candidates) -> ComparedAnswer:
         """Returns the text with the highest label, the text that is ranked first, and an error.
 
-        The error is 1 - 1 / rank of the first relevant text.
+        The error is 1 - 1 / rank of the first relevant text. `example.scores` are the true ones.
         """
         assert example.scores is not None
         order = [text["index"] for text in answer["ranking"]]
         gains = [example.scores[i] for i in order]
         reciprocal_rank = _score_ranking(example, gains)["mrr@10"]
         best = example.candidates[int(np.argmax(example.scores))]
-        return ScoredExample([best], [example.candidates[order[0]]], 1 - reciprocal_rank)
+        return ComparedAnswer([best], [example.candidates[order[0]]], 1 - reciprocal_rank)
 
     def mistake_texts(self, example: Candidates) -> Sequence[str]:
         return (example.query,)
@@ -256,7 +258,7 @@ def rerank(
 ) -> list[list[SearchHit]]:
     """Returns the `top` best hits of each query, sorted by a model of task.kind=rank.
 
-    `hits` has for each query those of a first stage.
+    `hits` has for each query the results of a first stage.
     """
     examples = [
         Candidates(f"query {number}", query, tuple(hit.text for hit in nearest), None)

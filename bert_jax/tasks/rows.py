@@ -31,11 +31,11 @@ class TaskRows:
     row_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     # Arrays with a value for each token: {name: [n] for each row}; padded with 0.
     token_arrays: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
-    # For each row a tuple: the index of its example, then other data for `TaskKind.answers`; ()
+    # For each row a tuple: the index of its example, then other data for `TaskKind.answers`. Empty
     # if each example has `rows_per_example` consecutive rows, such as the candidates of a choice.
     origins: Sequence[Any] = ()
     rows_per_example: int = 1
-    # Number of truncated texts by what they are, such as "questions at task.max_query_length=64".
+    # Number of truncated texts by description, such as "questions at task.max_query_length=64".
     truncated: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,27 +43,27 @@ class TaskRows:
         lengths = self.lengths if self.first_lengths is None else self.first_lengths
         self.first_lengths = np.array(lengths, np.int32)
 
-    def batch(self, numbers: np.ndarray, length: int, pad_id: int) -> Batch:
-        """Returns the rows with these numbers, [B], padded to S = `length`.
+    def batch(self, indices: np.ndarray, length: int, pad_id: int) -> Batch:
+        """Returns the rows with these indices, [B], padded to S = `length`.
 
         Returns:
           `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the row and token arrays by name.
         """
-        batch = {"input_ids": pad_rows([self.ids[i] for i in numbers], length, pad_id, np.int32)}
-        positions, lengths = np.arange(length), self.lengths[numbers, None]
+        batch = {"input_ids": pad_rows([self.ids[i] for i in indices], length, pad_id, np.int32)}
+        positions, lengths = np.arange(length), self.lengths[indices, None]
         batch["input_mask"] = (positions < lengths).astype(np.int32)
-        is_second = (positions >= self.first_lengths[numbers, None]) & (positions < lengths)
+        is_second = (positions >= self.first_lengths[indices, None]) & (positions < lengths)
         batch["segment_ids"] = is_second.astype(np.int32)
         for name, values in self.row_arrays.items():
-            batch[name] = values[numbers]
+            batch[name] = values[indices]
         for name, arrays in self.token_arrays.items():
-            batch[name] = pad_rows([arrays[i] for i in numbers], length, 0, arrays[0].dtype)
+            batch[name] = pad_rows([arrays[i] for i in indices], length, 0, arrays[0].dtype)
         return batch
 
-    def select_targets(self, values: list[np.ndarray]) -> np.ndarray:
-        """Selects from `values` those of rows or tokens that have a target, [N, ...].
+    def select_at_targets(self, values: list[np.ndarray]) -> np.ndarray:
+        """Selects the values, such as outputs, of the rows or tokens that have a target, [N, ...].
 
-        `values`, such as outputs, has one array for each row: [...], or [n, ...] for its tokens.
+        `values` has one array for each row: [...] for targets of rows, or [n, ...] for tokens.
         """
         if "targets" in self.row_arrays:
             return np.stack(values)
@@ -71,17 +71,17 @@ class TaskRows:
         return np.concatenate([row[w > 0] for row, w in zip(values, weights, strict=True)])
 
     def labels(self) -> np.ndarray:
-        """Returns the label numbers of all targets (rows, or words in rows), int32 [N]."""
+        """Returns the label indices of all targets (rows, or words in rows), int32 [N]."""
         targets = self.row_arrays.get("targets")
-        return self.select_targets(self.token_arrays["targets"]) if targets is None else targets
+        return self.select_at_targets(self.token_arrays["targets"]) if targets is None else targets
 
-    def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
-        """Returns `batch` of the rows `numbers`, padded as a batch of the rows `like` would be."""
-        return self.batch(numbers, self.padded_length(like), pad_id)
+    def batch_like(self, indices: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
+        """Returns the batch of some rows, with the padded length of a batch of the rows `like`."""
+        return self.batch(indices, self.padded_length(like), pad_id)
 
-    def padded_length(self, numbers: np.ndarray) -> int:
+    def padded_length(self, indices: np.ndarray) -> int:
         """Returns the length to which a batch of these rows is padded."""
-        return padded_length(int(self.lengths[numbers].max()), self.limit)
+        return padded_length(int(self.lengths[indices].max()), self.limit)
 
 
 def padded_length(tokens: int, limit: int, multiple: int = LENGTH_STEP) -> int:
@@ -113,15 +113,15 @@ class TaskBatches:
           indices: int [B], the positions of the rows in the step, in any order.
 
         Returns:
-          The arrays of `TaskRows.batch`; `rows` uint32 [B], numbered through the run; and
-          `row_weights` float32 [B], all 1.
+          The arrays of `TaskRows.batch`; `rows` uint32 [B], ids that are unique in the run,
+          for dropout; and `row_weights` float32 [B], all 1.
         """
-        numbers = self.step_rows(step)
-        row = step * len(numbers) + np.asarray(indices, np.int64)
+        all_rows = self.step_rows(step)
+        row_ids = step * len(all_rows) + np.asarray(indices, np.int64)
         return {
-            "rows": row.astype(np.uint32),
+            "rows": row_ids.astype(np.uint32),
             "row_weights": np.ones(len(indices), np.float32),
-            **self._rows.batch_like(numbers[indices], numbers, self._pad_id),
+            **self._rows.batch_like(all_rows[indices], all_rows, self._pad_id),
         }
 
     def lengths(self, step: int) -> np.ndarray:
@@ -129,7 +129,7 @@ class TaskBatches:
         return self._rows.lengths[self.step_rows(step)]
 
     def step_rows(self, step: int) -> np.ndarray:
-        """Returns the numbers of all rows of a step."""
+        """Returns the indices of all rows of a step."""
         per_example = self._rows.rows_per_example
         examples = self._shuffled[step * self._batch_size + np.arange(self._batch_size)]
         return (examples[:, None] * per_example + np.arange(per_example)).reshape(-1)
@@ -141,8 +141,8 @@ def eval_batches(rows: TaskRows, pad_id: int, size: int) -> list[tuple[np.ndarra
     A batch has `size` rows, a multiple of `rows.rows_per_example`.
 
     Returns:
-      For each batch, the numbers of its rows and the arrays of `TaskBatches.batch`. The last batch
-      repeats some rows with `row_weights` 0 to fill up; these repetitions are not in the numbers.
+      For each batch, the indices of its rows and the arrays of `TaskBatches.batch`. The last batch
+      repeats some rows with `row_weights` 0 to fill up; these repetitions are not in the indices.
     """
     per_example = rows.rows_per_example
     longest = rows.lengths.reshape(-1, per_example).max(axis=1)
@@ -150,22 +150,22 @@ def eval_batches(rows: TaskRows, pad_id: int, size: int) -> list[tuple[np.ndarra
     order = (order[:, None] * per_example + np.arange(per_example)).reshape(-1)
     batches = []
     for start in range(0, len(order), size):
-        numbers = order[start : start + size]
-        filled = np.concatenate([numbers, np.resize(numbers, size - len(numbers))])
-        batch = rows.batch_like(filled, numbers, pad_id)
-        weights = (np.arange(size) < len(numbers)).astype(np.float32)
+        indices = order[start : start + size]
+        filled = np.concatenate([indices, np.resize(indices, size - len(indices))])
+        batch = rows.batch_like(filled, indices, pad_id)
+        weights = (np.arange(size) < len(indices)).astype(np.float32)
         batch |= {"rows": filled.astype(np.uint32), "row_weights": weights}
-        batches.append((numbers, batch))
+        batches.append((indices, batch))
     return batches
 
 
 def balanced_weights(rows: TaskRows, label_count: int) -> tuple[float, ...]:
-    """Returns for each label a weight such that the targets of each label have the same total.
+    """Returns for each label a weight such that all labels have the same total weight.
 
-    That is targets / (labels that occur * targets with this label), on average 1. A label that does
-    not occur has the weight 1.
+    It is the number of targets / (number of labels that occur * number of targets with this label),
+    on average 1. A label that does not occur has the weight 1.
     """
     targets = rows.labels()
     counts = np.bincount(targets, minlength=label_count)
-    shares = len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))
-    return tuple(np.where(counts > 0, shares, 1.0).tolist())
+    weights = len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+    return tuple(np.where(counts > 0, weights, 1.0).tolist())

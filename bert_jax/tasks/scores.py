@@ -1,10 +1,10 @@
 """Scores of predictions, in [0, 1] or [-1, 1], higher is better; also warnings about the data.
 
-`f1` is the F1 of label 1. If the positive label does not sort last, put it second in `task.labels`.
+`f1` is the F1 of the second label. Labels are sorted unless `task.labels` gives their order.
 
 scikit-learn and SciPy score labels and numbers; sacreBLEU (the [generate] extra) scores generated
 texts. They are imported at first use. Tags are scored by the F1 of entities as in CoNLL; spans as
-in SQuAD 1.1 (Rajpurkar et al. 2016) and 2.0 (Rajpurkar et al. 2018), but as shares, not percent.
+in SQuAD 1.1 (Rajpurkar et al. 2016) and 2.0 (Rajpurkar et al. 2018), but as fractions, not percent.
 """
 
 import collections
@@ -44,7 +44,7 @@ def score(name: str, truth: Any, predicted: Any) -> float:
         return float(metrics.accuracy_score(truth, predicted))
     if name == "matthews":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of labels that are all equal
+            warnings.simplefilter("ignore")  # warns if all labels are equal
             return float(metrics.matthews_corrcoef(truth, predicted))
     labels, average = ([1], "macro") if name == "f1" else (None, name.removesuffix("_f1"))
     options: Any = {"labels": labels, "average": average, "zero_division": 0.0}
@@ -147,7 +147,7 @@ def exact_match(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> 
 def answer_f1(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> float:
     """Returns the F1 of the words of a predicted answer and of the reference that is most similar.
 
-    A repeated word counts as often as both have it. If a normalized text is empty, SQuAD 1.1 counts
+    Words are compared as multisets. If a normalized text is empty, SQuAD 1.1 counts
     0; SQuAD 2.0 counts 1 if both are empty, else 0. The arguments are those of `exact_match`.
     """
 
@@ -162,7 +162,7 @@ def answer_f1(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> fl
 
 
 def _references(answers: Sequence[str], no_answer: NoAnswer) -> Sequence[str]:
-    """Returns the references. SQuAD 2.0 drops those without words; without any, "" is right."""
+    """Returns the references; in SQuAD 2.0 those with words or, if there are none, ""."""
     if no_answer == "possible":
         return [answer for answer in answers if normalize_answer(answer)] or [""]
     return answers
@@ -192,15 +192,15 @@ def best_threshold(
     The answer to a question is none if its score for no answer is above the threshold. This is
     best_f1_thresh of the official script, with three differences. Questions with equal scores fall
     on one side of the threshold here; the script may separate them. If it is best to answer no
-    question, the script returns 0, which has this effect only if all scores are positive; otherwise
-    the threshold here is just below the lowest score. A predicted answer that is empty when
+    question, the script returns 0, which some scores may not exceed; if so, the threshold here is
+    just below the lowest score. A predicted answer that is empty when
     normalized ("the") is right here for a question without answer, as in `answer_f1`, but wrong in
     the script's search.
 
     Args:
       questions: at least one, labelled.
-      predicted: the best answer to each question by its id, even if no answer is more likely.
-      no_answer_scores: by id, finite; higher if no answer is more likely.
+      predicted: the best answer to each question by its id, even if it probably has none.
+      no_answer_scores: by id, finite; the higher, the more probably the question has no answer.
     """
     order = sorted(questions, key=lambda q: no_answer_scores[q.id])
     sorted_scores = np.array([no_answer_scores[q.id] for q in order], np.float64)

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def encode_texts(
 
 @dataclasses.dataclass(frozen=True)
 class SimilarObjective(TaskObjective):
-    """The `ComparingObjective` of vectors."""
+    """The `training.objective.ComparingObjective` of `similar`: compares vectors of a batch."""
 
     settings: Vectors = dataclasses.field(default_factory=Vectors)
     # How a text becomes a vector, for `embed`.
@@ -75,8 +75,7 @@ class SimilarObjective(TaskObjective):
 
     @property
     def notes(self) -> dict[str, Any]:
-        vectors = dataclasses.asdict(self.text_vectors)
-        return {"vectors": vectors, "teacher_width": self.outputs}
+        return {"vectors": dataclasses.asdict(self.text_vectors), "teacher_width": self.outputs}
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -87,7 +86,7 @@ class SimilarObjective(TaskObjective):
 
     def init_params(self, key: jax.Array) -> Tree:
         params = super().init_params(key)
-        if self.settings.temperature_is == "learned":
+        if self.settings.temperature_is == "learned":  # "scale" is the log of 1 / temperature
             params["head"] = {"scale": -jnp.log(jnp.full([1], self.settings.temperature))}
         elif self.settings.projection == "none":
             del params["head"]
@@ -113,25 +112,27 @@ class SimilarObjective(TaskObjective):
         noise: layers.Noise | None,
         loop: Loop,
     ) -> losses_lib.Metrics:
-        """Computes the metrics of rows by their vectors, float32 [B, D]."""
+        """Computes the metrics of a batch from its vectors, float32 [B, D]."""
         settings, head, axes = self.settings, params.get("head", {}), mesh_lib.manual_axes()
         if settings.loss == "distil":
             if "kernel" in head:
                 vectors = similarity.normalize(vectors @ head["kernel"] + head["bias"])
             targets, weights = batch["teacher_vectors"], batch["row_weights"]
-            sums = similarity.distillation_loss(vectors, targets, weights, settings.geometry, axes)
+            geometry = settings.geometry  # the weight of a loss of the cosines between texts
+            sums = similarity.distillation_loss(vectors, targets, weights, geometry, axes)
             return {"loss": sums}
         scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / settings.temperature
-        per_example = self.rows_per_example
-        keys, weights = batch["keys"].reshape(-1, per_example), batch["row_weights"][::per_example]
+        per_example, weights = self.rows_per_example, batch["row_weights"][:: self.rows_per_example]
+        text_hashes = batch["keys"].reshape(-1, per_example)  # see `Similar.rows`
         loss, hits = jnp.zeros(2), jnp.zeros(2)
         # Shortened vectors, as in Matryoshka Representation Learning (Kusupati et al. 2022).
         for size in settings.dimensions or (vectors.shape[1],):
-            texts = Texts(vectors[:, :size].reshape(-1, per_example, size), keys, weights)
+            texts = Texts(vectors[:, :size].reshape(-1, per_example, size), text_hashes, weights)
             if settings.loss == "cosine":
                 size_loss = similarity.cosine_loss(texts, batch["scores"][::per_example])
             else:
                 size_loss, hits = similarity.contrastive_loss(texts, scale, axes)
+            # Each size has the same count; the accuracy is that of the last, the largest.
             loss = jnp.stack([loss[0] + size_loss[0], size_loss[1]])
         return {"loss": loss} if settings.loss == "cosine" else {"loss": loss, "accuracy": hits}
 
@@ -165,19 +166,16 @@ class Similar(TaskKind):
         cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
     ) -> "Similar":
         vectors = base_lib.read_vectors(notes) or base.vectors
-        kind = cls(inherit_prompts(task, vectors), labels, base.tokenizer)
+        kind = cls(inherit_prefixes(task, vectors), labels, base.tokenizer)
         kind.output_count = notes["teacher_width"]
         return kind
 
     @classmethod
     def read_training(
-        cls,
-        experiment: Finetuning,
-        base: Base,
-        tally: examples_lib.Tally,
-        teacher: Literal["run", "skip"] = "run",
+        cls, experiment: Finetuning, base: Base, tally: examples_lib.Tally, run_teacher: bool = True
     ) -> TrainingSet:
-        task, settings = inherit_prompts(experiment.task, base.vectors), experiment.vectors
+        """Reads the training examples or opens a corpus; see `TaskKind.read_training`."""
+        task, settings = inherit_prefixes(experiment.task, base.vectors), experiment.vectors
         kind = cls(task, (), base.tokenizer)
         format_, _, path = task.train[0].partition(":")
         if format_ == "corpus":
@@ -185,16 +183,16 @@ class Similar(TaskKind):
             folder, _, method = path.rpartition(":")
             pairs, sha256 = _read_corpus(kind, experiment, folder, method)
             return TrainingSet(kind, pairs.total, pairs, rows=None, examples=(), identity=(sha256,))
-        labelled: examples_lib.Labelled = "labelled" if settings.loss == "cosine" else "unlabelled"
+        mode: examples_lib.Labelling = "labelled" if settings.loss == "cosine" else "unlabelled"
         if settings.loss == "distil":  # only the first text of a pair has a target
             task = dataclasses.replace(task, second_column="")
-        examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
+        examples = cast(list[Sentence], examples_lib.read(task, task.train, mode, tally))
         rows, teacher_sha256 = kind.rows(examples), ""
         kind.rows_per_example = rows.rows_per_example
         if settings.loss == "cosine":
             targets = _scale_scores(examples, settings)
             rows.row_arrays["scores"] = np.repeat(targets, rows.rows_per_example)
-        if settings.loss == "distil" and teacher == "run":
+        if settings.loss == "distil" and run_teacher:
             targets = _teacher_vectors(settings.teacher, examples)
             rows.row_arrays["teacher_vectors"], kind.output_count = targets, targets.shape[1]
             teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
@@ -206,14 +204,15 @@ class Similar(TaskKind):
                 )
         batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
         identity = (examples_lib.sha256(examples, (teacher_sha256,)),)
-        # Without negatives, as the validation pairs with which the keys are compared.
+        # Without negatives, since the validation pairs, whose `text_key` is compared, have none.
         pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
         text_keys = frozenset(map(examples_lib.text_key, pairs))
+        # Without the examples, whose hash is in `identity`.
         return TrainingSet(kind, len(examples), batches, rows, (), identity, text_keys)
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
         settings, inherited = experiment.vectors, base.vectors or TextVectors()
-        require_comparable(settings, base.model)
+        require_supported(settings, base.model)
         vectors = TextVectors(
             settings.pooling or inherited.pooling,
             normalize=True,
@@ -224,10 +223,10 @@ class Similar(TaskKind):
         return {"settings": settings, "text_vectors": vectors}
 
     def rows(self, examples: _Examples) -> TaskRows:
-        """Returns a row for each text, with its prefix; long texts are cut at the end.
+        """Returns a row for each text, with its prefix; long texts are truncated at the end.
 
-        Texts with equal keys are not negatives of each other. A key is computed from the tokens of
-        the text that fit into a row, without the prefix.
+        `keys` are hashes of the tokens of a text that fit into a row, without the prefix; texts
+        with equal keys are not negatives of each other.
         """
         ids, keys = [], []
         for example in examples:
@@ -267,7 +266,7 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
     """Returns the role of each text of an example, which decides its prefix.
 
     The first of several texts is a query, and so is a query of a BEIR folder. Every other text has
-    the role "document", a single text too, since `embed` uses that role by default.
+    the role "document", also a single text, since `embed` uses this role by default.
     """
     if isinstance(example, Passage):
         return ["document" if example.relevant is None else "query"]
@@ -275,8 +274,8 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
     return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
 
 
-def require_comparable(settings: Vectors, model: Model) -> None:
-    """Raises InputError unless an encoder's vectors support these settings."""
+def require_supported(settings: Vectors, model: Model) -> None:
+    """Raises InputError unless an encoder supports the dimensions and the pooling of `settings`."""
     if settings.dimensions and settings.dimensions[-1] > model.hidden_size:
         raise InputError(
             f"vectors.dimensions={settings.dimensions}: the encoder's vectors have "
@@ -297,8 +296,8 @@ def _cosines(vectors: np.ndarray) -> np.ndarray:
 # --- training examples ----------------------------------------------------------------------------
 
 
-def inherit_prompts(task: Task, vectors: TextVectors | None) -> Task:
-    """Returns the task with the base's prompts where the task sets none."""
+def inherit_prefixes(task: Task, vectors: TextVectors | None) -> Task:
+    """Returns the task with the base's prefixes where the task sets none."""
     vectors = vectors or TextVectors()
     return task.with_fields(
         query_prefix=task.query_prefix or vectors.query_prefix,
@@ -320,16 +319,16 @@ def _read_corpus(
             f"task.train: corpus:{path}: its vocabulary is not that of the base; prepare the text "
             "with the base's vocabulary"
         )
-    # The tokens of a text in a corpus include the blank before it: prefixes end without one.
+    # The tokens of a text in a corpus include the space before it: prefixes end without one.
     query, text = (tokenizer.encode(x.rstrip()) for x in (task.query_prefix, task.text_prefix))
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
-        prepared.ids,
-        cast(PairMethod, method),
-        (query, text),
-        experiment.batch_size,
-        task.max_sequence_length,
-        experiment.seed,
+        special_ids=prepared.ids,
+        method=cast(PairMethod, method),
+        prefixes=(query, text),
+        examples_per_step=experiment.batch_size,
+        length=task.max_sequence_length,
+        seed=experiment.seed,
     )
     return pairs, prepared.sha256
 
@@ -348,19 +347,19 @@ def _scale_scores(examples: Sequence[Sentence], settings: Vectors) -> np.ndarray
 
 
 def _teacher_vectors(teacher: str, examples: Sequence[Sentence]) -> np.ndarray:
-    """Returns the teacher's vector for the text of each example, float32 [E, W], of length 1.
+    """Returns the teacher's vectors for the texts, float32 [E, teacher's width], of length 1.
 
     The teacher reads a text in the same role as the student, with the teacher's own prefix.
     """
     path = epath.Path(teacher)
-    if path.suffix != ".npz":  # a run or a base
+    if path.suffix != ".npz":  # a run or a base, on this machine or in a bucket (`mirror`)
         model, mesh = LoadedModel.of(mirror.open_workdir(path)), mesh_lib.make_mesh(Parallelism())
         embedder = Embedder(model, Features(normalize=True), mesh)
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])
     with (
-        translate_parser_errors(path, "name a file that `bert-jax embed` wrote"),
+        translate_parser_errors(path, "give a file that `bert-jax embed` wrote"),
         np.load(path) as file,
     ):
         vectors = file["vectors"]

@@ -2,7 +2,7 @@
 
 As in Devlin et al. 2018, section 4.2, and BERT's run_squad.py, windows cover a long context. Each
 token has a score as the start and as the end of the answer; an answer's score is the sum of both.
-[CLS] means no answer. A start counts only in the window with most context around it.
+[CLS] means no answer. A token is a candidate start only in the window with most context around it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from bert_jax.process import logger
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import TaskRows
-from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
+from bert_jax.tasks.task_kind import Answer, Answers, ComparedAnswer, Outputs, Scores, TaskKind
 from bert_jax.text.tokenizer import (
     Tokenizer,
     add_special_tokens,
@@ -33,18 +33,18 @@ _LENGTH_BONUS = 0.01
 class Window(NamedTuple):
     """A row: a question, and n tokens of its context."""
 
-    question: int  # its number
+    question: int  # its index
     offset: int  # position in the row where the context starts
     # int32 [n, 2], for each token of the context, the character range of its word.
-    spans: np.ndarray
-    has_most_context: np.ndarray  # bool [n], whether the token has it in this window
+    word_ranges: np.ndarray
+    has_most_context: np.ndarray  # bool [n], whether no other window gives the token more
 
 
-class SpanTask(TaskKind):
+class SpanKind(TaskKind):
     """The kind `span`.
 
-    If questions may have no answer, the answer is "" if the score of [CLS] exceeds the score of the
-    best span by more than the threshold. Without a threshold `answers` gives the best span, and
+    If `task.no_answer` is possible, the answer is "" where the score of [CLS] exceeds the score of
+    the best span by more than the threshold. Without a threshold `answers` gives the best span, and
     `scores` searches for the best threshold.
     """
 
@@ -66,6 +66,7 @@ class SpanTask(TaskKind):
 
     @staticmethod
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Question:
+        # `has_answer` is unknown and not read.
         return Question(location, str(number), texts[0], texts[1], answers=(), has_answer=True)
 
     def example_fields(self, example: Question) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class SpanTask(TaskKind):
     def mistake_texts(self, example: Question) -> Sequence[str]:
         return (example.question,)
 
-    def with_threshold(self, values: Mapping[str, Any]) -> "SpanTask":
+    def with_threshold(self, values: Mapping[str, Any]) -> "SpanKind":
         if self.task.no_answer == "never":
             return self
         threshold = values["no_answer_threshold"]
@@ -84,7 +85,7 @@ class SpanTask(TaskKind):
                 "no answer if [CLS] scores higher than every span",
                 values["step"],
             )
-        return SpanTask(self.task, self.labels, self.tokenizer, threshold or 0.0)
+        return SpanKind(self.task, self.labels, self.tokenizer, threshold or 0.0)
 
     def baseline(self, examples: Sequence[Question]) -> tuple[str, float] | None:
         if self.task.no_answer == "never":
@@ -105,18 +106,18 @@ class SpanTask(TaskKind):
             if example.context not in contexts:
                 with prefix_errors(example.location):
                     contexts[example.context] = self._tokenize_context(example.context)
-            tokens, spans = contexts[example.context]
-            answer = _answer_tokens(example, spans)
-            starts = self._window_starts(len(tokens), len(question))
+            tokens, word_ranges = contexts[example.context]
+            answer = _answer_tokens(example, word_ranges)
+            window_starts = self._window_starts(len(tokens), len(question))
             room = self._room(len(question))
-            best_windows = _best_windows(len(tokens), starts, room)
-            for window, start in enumerate(starts):
+            best_windows = _best_windows(len(tokens), window_starts, room)
+            for window, start in enumerate(window_starts):
                 end = min(start + room, len(tokens))
                 row, offset = add_special_tokens(self.tokenizer, question, tokens[start:end])
                 ids.append(row)
                 first_lengths.append(first_segment_length(self.tokenizer, row, offset))
                 has_most_context = best_windows[start:end] == window
-                windows.append(Window(number, offset, spans[start:end], has_most_context))
+                windows.append(Window(number, offset, word_ranges[start:end], has_most_context))
                 if answer is not None and start <= answer[0] and answer[1] < end:
                     targets.append([offset + p - start for p in answer])
                 else:
@@ -131,7 +132,7 @@ class SpanTask(TaskKind):
     def count_rows(self, example: Question, limit: int) -> int:
         question = self.encode(example.question, example.location)
         question_length = min(len(question), self._longest_question)
-        room, tokens = self._room(question_length), 0
+        room, tokens = self._room(question_length), 0  # stops counting above `limit` windows
         with prefix_errors(example.location):
             for _, _, ids in self.tokenizer.words(example.context):
                 tokens += len(ids)
@@ -144,7 +145,7 @@ class SpanTask(TaskKind):
 
         Returns:
           For each question its `id`, its `answer`, and in `best` the best answers with their
-          `score`; if it may have no answer, `no_answer`, the score of none minus the best score.
+          `score`; if it may have no answer, `no_answer`, the score of [CLS] minus the best score.
         """
         answers, predicted = [], self._find_answers(outputs, rows, examples)
         for example, (best, no_answer) in zip(examples, predicted, strict=True):
@@ -172,10 +173,10 @@ class SpanTask(TaskKind):
         by_name = scores.span_scores(examples, answers, "possible")
         return by_name | {"no_answer_threshold": threshold}
 
-    def score_example(self, answer: Answer, example: Question) -> ScoredExample:
+    def compare_answer(self, answer: Answer, example: Question) -> ComparedAnswer:
         golds = [gold.text for gold in example.answers]
         error = 1 - scores.answer_f1(answer["answer"], golds, self.task.no_answer)
-        return ScoredExample([" | ".join(golds)], [answer["answer"]], error)
+        return ComparedAnswer([" | ".join(golds)], [answer["answer"]], error)
 
     def _room(self, question_length: int) -> int:
         return self.task.max_sequence_length - question_length - special_count(self.tokenizer, 2)
@@ -189,17 +190,17 @@ class SpanTask(TaskKind):
     def _tokenize_context(self, context: str) -> tuple[list[int], np.ndarray]:
         """Returns the token ids of a context, and the characters of their words, int32 [n, 2]."""
         tokens: list[int] = []
-        spans: list[tuple[int, int]] = []
+        word_ranges: list[tuple[int, int]] = []
         for start, end, ids in self.tokenizer.words(context):
             tokens += ids
-            spans += [(start, end)] * len(ids)
-        return tokens, np.array(spans, np.int32).reshape(-1, 2)
+            word_ranges += [(start, end)] * len(ids)
+        return tokens, np.array(word_ranges, np.int32).reshape(-1, 2)
 
     def _find_answers(
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Question]
     ) -> list[tuple[list[tuple[float, str]], float]]:
         """Returns for each question the (score, text) of its best answers, the best first, and the
-        score of no answer minus the best score.
+        score of [CLS] minus the best score.
         """
         candidates: list[list[tuple[float, str]]] = [[] for _ in examples]
         no_answer_scores = [np.inf] * len(examples)
@@ -208,7 +209,7 @@ class SpanTask(TaskKind):
             no_answer_scores[number] = min(no_answer_scores[number], float(logits[0].sum()))
             context = examples[number].context
             for score, start, end in self._best_spans(logits, window):
-                text = context[window.spans[start, 0] : window.spans[end, 1]]
+                text = context[window.word_ranges[start, 0] : window.word_ranges[end, 1]]
                 candidates[number].append((score, text))
         predicted = []
         for answers, no_answer in zip(candidates, no_answer_scores, strict=True):
@@ -222,7 +223,7 @@ class SpanTask(TaskKind):
 
     def _best_spans(self, logits: np.ndarray, window: Window) -> list[tuple[float, int, int]]:
         """Returns (score, first, last token in the window) of the best answers of a row."""
-        logits = logits[window.offset : window.offset + len(window.spans)]
+        logits = logits[window.offset : window.offset + len(window.word_ranges)]
         order = np.argsort(-logits, axis=0, kind="stable")[:_CANDIDATES]
         starts, ends = order[:, 0], order[:, 1]
         starts = starts[window.has_most_context[starts]]
@@ -234,12 +235,12 @@ class SpanTask(TaskKind):
         return [(float(score[i]), int(starts[a[i]]), int(ends[b[i]])) for i in best]
 
 
-def _answer_tokens(example: Question, spans: np.ndarray) -> tuple[int, int] | None:
+def _answer_tokens(example: Question, word_ranges: np.ndarray) -> tuple[int, int] | None:
     """Returns the first and last token of the first answer; None if there are none."""
     if not example.answers:
         return None
     text, start = example.answers[0]
-    inside = (spans[:, 1] > start) & (spans[:, 0] < start + len(text))
+    inside = (word_ranges[:, 1] > start) & (word_ranges[:, 0] < start + len(text))
     (tokens,) = np.nonzero(inside)
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None
 

@@ -1,13 +1,14 @@
-"""The base class of the kinds of tasks, and the data of a fine-tuning.
+"""The base class of the kinds of tasks, and the data of a fine-tuning run.
 
-Each kind is a class in a module of this package, which `config.task_kinds.KINDS` names.
+Each kind is a class in a module of this package; `config.task_kinds.KINDS` lists these classes.
 """
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -35,7 +36,7 @@ Scores = dict[str, float]
 _MAX_LISTED, _MAX_CHARACTERS = 20, 400
 
 
-class ScoredExample(NamedTuple):
+class ComparedAnswer(NamedTuple):
     """A prediction compared with the truth."""
 
     truth: Sequence[str]  # one label, number or text; for tags, the label of each wrong word
@@ -58,8 +59,9 @@ class TaskKind:
     reads: Reads = "pooled"  # input of the head
     output_count = 0  # number of the head's outputs; 0: one for each label
     learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
-    rows_per_example = 1  # consecutive rows with one answer, such as the rows of all choices
-    # The field of an answer that `predict --input` adds to a row; "": `label` and its probability.
+    rows_per_example = 1  # consecutive rows with one answer, such as one for each candidate
+    # The field of an answer that `predict --input` adds to a row of the table; "": `label` and its
+    # probability.
     answer_field = ""
     duplicates_must_agree = False  # whether equal texts must have equal labels
     objective_class: type[TaskObjective] = TaskObjective
@@ -90,15 +92,11 @@ class TaskKind:
 
     @classmethod
     def read_training(
-        cls,
-        experiment: Finetuning,
-        base: Base,
-        tally: Tally,
-        teacher: Literal["run", "skip"] = "run",
+        cls, experiment: Finetuning, base: Base, tally: Tally, run_teacher: bool = True
     ) -> "TrainingSet":
         """Reads the training examples; `tally` counts them.
 
-        A kind that learns from another model runs that teacher here unless `teacher` is "skip".
+        A kind that learns from another model runs this teacher here if `run_teacher`.
         """
         task = experiment.task
         examples = examples_lib.read(task, task.train, "labelled", tally)
@@ -155,15 +153,15 @@ class TaskKind:
     def restore(
         cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
     ) -> Self:
-        """Returns the kind of a trained run, with the `notes` of its checkpoint."""
+        """Returns the kind of a trained run; `notes` are those of its checkpoint (`Job.notes`)."""
         return cls(task, labels, base.tokenizer)
 
     def make_validation_kind(self, task: Task) -> Self:
-        """Returns a kind for validation examples; this kind is that of the training examples."""
+        """Returns the kind for validation examples; `self` is the one for training examples."""
         return type(self)(task, self.labels, self.tokenizer)
 
     def with_threshold(self, values: Mapping[str, Any]) -> Self:
-        """Returns a copy for `span` that uses the threshold for no answer of an evaluation.
+        """Returns this kind or, for `span`, a copy with the no-answer threshold of an evaluation.
 
         `values` are the scores of the evaluation, or the notes of a checkpoint.
         """
@@ -218,7 +216,7 @@ class TaskKind:
             loss = 1 - score  # stands in for the loss, which was not computed
         return {"loss": loss, "score": score, "examples": len(examples), **by_name}
 
-    def score_example(self, answer: Answer, example: Any) -> ScoredExample:
+    def compare_answer(self, answer: Answer, example: Any) -> ComparedAnswer:
         """Compares the answer to a labelled example with the label."""
         raise NotImplementedError
 
@@ -230,34 +228,35 @@ class TaskKind:
           `texts`, `truth`, `predicted` and, for labels, the `probability` of the prediction. For
           labels and tags also `confusions`: the most frequent [truth, predicted, count].
         """
-        scored = [self.score_example(*pair) for pair in zip(answers, examples, strict=True)]
-        order = np.argsort([-example.error for example in scored], kind="stable")
-        wrong = [i for i in order if scored[i].error]
+        compared = [self.compare_answer(*pair) for pair in zip(answers, examples, strict=True)]
+        order = np.argsort([-answer.error for answer in compared], kind="stable")
+        wrong = [i for i in order if compared[i].error]
         worst = []
         for i in wrong[:_MAX_LISTED]:
-            truth, predicted = (" ".join(names)[:_MAX_CHARACTERS] for names in scored[i][:2])
+            names = compared[i].truth, compared[i].predicted
+            truth, predicted = (" ".join(x)[:_MAX_CHARACTERS] for x in names)
             mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
             if "probabilities" in answers[i]:
                 mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
             texts = self.mistake_texts(examples[i])
             worst.append(mistake | {"texts": [text[:_MAX_CHARACTERS] for text in texts]})
-        line: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
+        record: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
         if self.labels:
-            pairs = (zip(*scored[i][:2], strict=True) for i in wrong)
-            confusions = collections.Counter(pair for example in pairs for pair in example)
+            labels = (zip(compared[i].truth, compared[i].predicted, strict=True) for i in wrong)
+            confusions = collections.Counter(itertools.chain.from_iterable(labels))
             listed = confusions.most_common(_MAX_LISTED)
-            line["confusions"] = [[*pair, count] for pair, count in listed]
-        return line
+            record["confusions"] = [[*pair, count] for pair, count in listed]
+        return record
 
     def mistake_texts(self, example: Any) -> Sequence[str]:
-        """Returns the texts that a mistake shows."""
+        """Returns the texts of an example that `mistakes` shows."""
         return example.texts
 
     def baseline(self, examples: Sequence[Any]) -> tuple[str, float] | None:
         """Returns the best constant answer as text, and its main score; None if there is none.
 
-        The answer is one label or tag for all examples, or no answer to all questions. There is no
-        such baseline for numbers, entities, generated texts, and questions that all have answers.
+        It is one label or tag for all examples, or "no answer" for all questions. There is no such
+        baseline for numbers, entities, generated texts, and questions that all have answers.
         """
         main = self.task.main_score
         if not self.labels or main == "entity_f1":
@@ -288,18 +287,18 @@ class TrainingSet:
     count: int  # number of examples, each once per epoch
     batches: TaskBatches | CorpusPairs
     rows: TaskRows | None  # None for a corpus, whose rows are computed for each batch
-    examples: Sequence[Any]  # () if there is nothing to show about them
-    # Hashed with the examples: the labels, or hashes of other data.
+    examples: Sequence[Any]  # () if they are neither shown nor recorded as mistakes (vectors)
+    # Hashed with `examples`: the labels, or hashes of the data that `examples` does not have.
     identity: tuple[str, ...]
     text_keys: frozenset[int] = frozenset()  # of examples that validation should not have
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples per epoch: examples, or rows if an example may have several."""
+        """Number of samples per epoch: groups of `rows_per_example` rows, else examples."""
         return self.count if self.rows is None else len(self.rows.ids) // self.kind.rows_per_example
 
     def batch(self, block: int, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows `indices` of a step; texts share rows within blocks of `block` rows only."""
+        """Returns rows `indices` of a step; a kind may pack the texts of each `block` rows."""
         batch = self.batches.batch(step, indices)
         if not self.kind.packs_rows:
             return batch
@@ -308,7 +307,7 @@ class TrainingSet:
 
 @dataclasses.dataclass
 class TaskData:
-    """The data of a fine-tuning."""
+    """The data of a fine-tuning run."""
 
     training: TrainingSet
     kind: TaskKind  # of the validation examples
@@ -320,7 +319,7 @@ class TaskData:
 
 
 def read_data(experiment: Finetuning, base: Base, tallies: Mapping[str, Tally]) -> TaskData:
-    """Reads the examples of a fine-tuning; `tallies` counts those of `train` and `validation`."""
+    """Reads the examples of a run; `tallies` counts those of `train` and `validation`."""
     kind_class: type[TaskKind] = experiment.task.spec.implementing_class
     training = kind_class.read_training(experiment, base, tallies["train"])
     labels = training.kind.labels

@@ -29,10 +29,10 @@ from bert_jax.training.sharding import Rule
 Batch = dict[str, jax.Array]
 Tree = dict[str, Any]
 # What a task reads from the encoder. The input of a head is the pooled output of a text, or the
-# output of each token. Instead of a head there may be a decoder. `vectors`, or the logits of the
-# whole `masked_lm` head (sparse vectors), are compared without a head.
+# output of each token. `decoder`, `vectors` and `masked_lm` (sparse vectors: logits of the whole
+# masked LM head of pre-training) have no head of the task.
 Reads = Literal["pooled", "tokens", "decoder", "vectors", "masked_lm"]
-# What a head predicts: labels, a number, or the first and last token of a span.
+# What a head learns to predict: labels, a number, or the first and last token of a span.
 Learns = Literal["labels", "numbers", "spans"]
 
 HEAD_RULE = Rule("head/(kernel|bias)")
@@ -89,7 +89,7 @@ def tagger_rules(features: Features) -> tuple[Rule, ...]:
 class Mixture(nnx.Module):
     """A sum of all layers with the softmax of `weights` [L + 1], times `scale` [].
 
-    Weight decay applies to kernels, embeddings and, as in the paper, to these weights.
+    Weight decay applies to kernels, embeddings and, as in ELMo, to these weights.
     """
 
     def __init__(self, count: int):
@@ -106,7 +106,7 @@ class Tagger(nnx.Module):
     """Two BiLSTM layers as wide as the encoder, over the layers that `features` selects.
 
     BERT's feature-based approach (Devlin et al. 2018, section 5.3 and Table 7) reads some layers of
-    a frozen encoder; ELMo's (Peters et al. 2018, section 3.3) all, mixed by trained weights.
+    a frozen encoder; that of ELMo (Peters et al. 2018, section 3.3) mixes all by trained weights.
     """
 
     def __init__(self, cfg: Model, features: Features, *, rngs: nnx.Rngs):
@@ -251,7 +251,7 @@ class TaskObjective:
     def init_params(self, key: jax.Array) -> Any:
         """Returns fresh trainable parameters, as nested dicts of float32 arrays.
 
-        The caller replaces an encoder among them by the base's.
+        With `full` they include an encoder, which the caller replaces by the base's.
         """
         params = params_of(EncoderWithHead(*self._module_args, rngs=nnx.Rngs(params=key)))
         if self.adapt.how == "full":
@@ -271,8 +271,9 @@ class TaskObjective:
     ) -> jax.Array:
         """Returns the head's logits: float32 [B, O] for pooled texts, [B, S, O] for tokens.
 
-        `fixed` are the frozen parameters of the base, None if there are none. Reads `input_ids`,
-        `segment_ids` and `input_mask` of the batch, int32 [B, S].
+        `fixed` are the frozen parameters of the base, None if there are none; `noise` is that of
+        dropout, None without dropout; `loop` has the settings of the loop over layers. Reads
+        `input_ids`, `segment_ids` and `input_mask` of the batch, int32 [B, S].
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
         merged, mask = merged_params(self.adapt, params, fixed), batch["input_mask"]
@@ -289,7 +290,7 @@ class TaskObjective:
             hidden = text_vector(cfg, hidden, mask)
         part = part_below_head(cfg, self.reads, features)
         if part == "pooler":
-            # DistilBERT has no segments and no pooler: its heads have this layer, with ReLU.
+            # DistilBERT, which has no segments, has this layer with ReLU in its heads.
             act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
             hidden = act(module.pooler(hidden)).astype(hidden.dtype)
         elif part == "masked_lm":
@@ -315,7 +316,7 @@ class TaskObjective:
 
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
         """Returns (sum, count) of the loss and, except in regression, of correct predictions."""
-        weights, per_example = self._weights(batch), self.rows_per_example
+        weights, rows_per_example = self._weights(batch), self.rows_per_example
         if self.learns == "numbers":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
             return {"loss": jnp.stack([errors.sum(), weights.sum()])}
@@ -328,14 +329,14 @@ class TaskObjective:
             # The mean of both, as in BERT's run_squad.py.
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
-        targets = batch["targets"][::per_example]
-        if per_example > 1:  # each candidate has one logit
-            logits = logits.reshape(-1, per_example)
+        targets = batch["targets"][::rows_per_example]
+        if rows_per_example > 1:  # each candidate has one logit
+            logits = logits.reshape(-1, rows_per_example)
         loss, hits = losses_lib.classification(logits, targets, weights)
         if self.class_weights:
             label_weights = jnp.array(self.class_weights, jnp.float32)[targets]
             weighted, _ = losses_lib.classification(logits, targets, weights * label_weights)
-            loss = jnp.stack([weighted[0], loss[1]])
+            loss = jnp.stack([weighted[0], loss[1]])  # the mean weight is 1: the count stays
         return {"loss": loss, "accuracy": hits}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
@@ -350,5 +351,5 @@ class TaskObjective:
         return weights[:: self.rows_per_example]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the loss sum of some rows, divided by the number of targets of all rows."""
+        """Returns the loss sum of a micro-batch over the number of targets of the whole batch."""
         return metrics["loss"][0] / counts[0]

@@ -100,27 +100,27 @@ def parse(
     lines: Iterable[str],
     path: str,
     header: str = "first_line",
-    blank_lines: bool = False,
+    keep_blank_lines: bool = False,
     on_broken: OnBroken = refuse,
 ) -> Iterator[SourceRecord]:
     """Yields the records of a file of this kind from its decoded lines, which end with \\n.
 
     The first line of a table has the names of the columns; without such a `header` they are 0, 1
-    and so on. With `blank_lines` a blank line before a row of a one-column table is a row with a
-    blank cell. `on_broken` is called for rows with more or fewer cells than the first, and for
+    and so on. With `keep_blank_lines` a blank line before a row of a one-column table is a row with
+    a blank cell. `on_broken` is called for rows with more or fewer cells than the first, and for
     lines that are no JSON object.
     """
     if kind == "jsonl":
         return _json_lines(lines, path, on_broken)
     numbered = _csv(lines, path) if kind == "csv" else _tsv(lines)
-    return _table(numbered, path, header, blank_lines, on_broken)
+    return _table(numbered, path, header, keep_blank_lines, on_broken)
 
 
 def _table(
     numbered: Iterable[tuple[int, list[str]]],
     path: str,
     header: str,
-    blank_lines: bool,
+    keep_blank_lines: bool,
     on_broken: OnBroken,
 ) -> Iterator[SourceRecord]:
     names: list[str] = []
@@ -132,7 +132,7 @@ def _table(
             names = cells if header == "first_line" else [str(i) for i in range(len(cells))]
             if header == "first_line":
                 continue
-        if blank_lines and len(names) == 1:
+        if keep_blank_lines and len(names) == 1:
             yield from (
                 SourceRecord(f"{path}:{blank}", names, [""]) for blank in range(before + 1, number)
             )

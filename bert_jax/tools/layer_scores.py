@@ -55,7 +55,7 @@ def score_layers(
             raise InputError(
                 f"{_WHERE}: {name}: all validation pairs have the same score; add pairs with others"
             )
-    params = probes_lib.open_probes(probes, trained)
+    params = probes_lib.prepare_probes(probes, trained)
     records: dict[str, dict[str, Any]] = {}
     for probe in probes.probes:
         assert isinstance(probe, Probe)  # no other kind is among _KINDS

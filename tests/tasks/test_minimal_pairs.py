@@ -17,7 +17,7 @@ from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import minimal_pairs, probes
-from bert_jax.tasks.adaptation import OutputReader
+from bert_jax.tasks.adaptation import ModelRunner
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.minimal_pairs import MinimalPairsProbe
 from bert_jax.tasks.rows import pad_rows
@@ -62,7 +62,7 @@ def opened(folder, records, model, tokenizer, size=8):
     file = write_task(folder, records)
     pairs = MinimalPairsProbe(file.stem, config.load(str(file), Finetuning).task, None)
     mesh = mesh_lib.make_mesh(Parallelism())
-    assert pairs.open(OutputReader(model, tokenizer, Parallelism(), mesh, size)) > 0
+    assert pairs.prepare(ModelRunner(model, tokenizer, Parallelism(), mesh, size)) > 0
     return pairs, mesh
 
 

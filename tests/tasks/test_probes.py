@@ -17,7 +17,7 @@ from bert_jax.errors import InputError
 from bert_jax.pretraining import evaluators
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tasks import probes
-from bert_jax.tasks.adaptation import OutputReader, run_rows
+from bert_jax.tasks.adaptation import ModelRunner, run_rows
 from bert_jax.tasks.similar import Similar
 from bert_jax.training.objective import Pretraining
 
@@ -80,7 +80,7 @@ def lines(workdir):
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_examples_of_two_texts_are_whole_on_any_devices(size):
-    reader = OutputReader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(3), size)
+    reader = ModelRunner(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(3), size)
     kind = Similar(kinds.task("regress"), (), kinds.TOKENIZER)
     batches = reader.batches(kind.rows([kinds.sentence("wa", "wb")] * 5))
     assert {len(batch["input_ids"]) for _, batch in batches} == {-(-size // 6) * 6}
@@ -88,7 +88,7 @@ def test_examples_of_two_texts_are_whole_on_any_devices(size):
 
 
 def test_features_of_a_text_do_not_depend_on_the_rows_beside_it():
-    reader = OutputReader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
+    reader = ModelRunner(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
     kind = kinds.kind_of("classify")
     params = Pretraining(kinds.MODEL).init_params(jax.random.key(0))
     features_of_rows = probes.jit_features(reader, "pooled", "all")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
-from bert_jax.tasks.labels import ChoiceKind, NumberKind, SentenceKind
+from bert_jax.tasks.labels import ChoiceKind, RegressionKind, SentenceKind
 from bert_jax.tasks.rows import TaskBatches, TaskRows, eval_batches
 from bert_jax.text.library import LibraryTokenizer
 
@@ -206,7 +206,7 @@ def test_answers_of_choices_and_regressions():
     outputs = [np.array([x], np.float32) for x in (0.0, 1.0, 5.0, 4.0)]
     assert [a["label"] for a in choice.answers(outputs, rows, examples)] == ["1", "0"]
     assert choice.scores(outputs, rows, examples) == {"accuracy": 0.5}
-    regress = NumberKind(task("regress"), (), TOKENIZER)
+    regress = RegressionKind(task("regress"), (), TOKENIZER)
     examples = [sentence("wa", "wb", label=x) for x in (1.0, 2.0, 4.0)]
     rows = regress.rows(examples)
     outputs = [np.array([x], np.float32) for x in (-1.0, 0.0, 2.0)]

@@ -249,7 +249,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here):
         np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
     # What learns over it puts the same before its texts, though its task names nothing.
     broken.said("finetune task.py --from again --workdir further --set epochs=0.25")
-    kept = TaskModel(open_workdir("further")).vectors
+    kept = TaskModel(open_workdir("further")).vector_settings
     assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
     np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])

@@ -18,7 +18,7 @@ from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import probes, similar
-from bert_jax.tasks.adaptation import OutputReader, read_base, run_rows
+from bert_jax.tasks.adaptation import ModelRunner, read_base, run_rows
 from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.similar import Similar
 from bert_jax.text.tokenizer import WordPiece
@@ -86,7 +86,7 @@ def test_a_base_that_is_its_own_teacher_is_at_distance_zero(prompted, tmp_path):
     experiment = Finetuning(
         name="x",
         init_from=str(tmp_path / "base"),
-        task=similar.inherit_prompts(task, base.vectors),
+        task=similar.inherit_prefixes(task, base.vectors),
         adapt=no_dropout,
         vectors=Vectors(loss="distil", teacher=str(tmp_path / "base"), geometry=1.0),
         batch_size=3,
@@ -106,9 +106,9 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     mesh = mesh_lib.one_device()
     task = Task(kind="similar", train=(source,), validation=(source,),
                 second_column="b", max_sequence_length=30)  # fmt: skip
-    reader = OutputReader(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
+    reader = ModelRunner(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
     probe = probes.SimilarityProbe("x", task, None)
-    probe.open(reader)
+    probe.prepare(reader)
     run = functools.partial(probes.jit_vectors(reader), base.params, None)
     scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))
     embedder = Embedder(base, Features(normalize=True), mesh)

@@ -12,7 +12,7 @@ from kinds import TOKENIZER, WORDS, ids, question, task
 
 from bert_jax.tasks import spans as spans_lib
 from bert_jax.tasks.examples import AnswerSpan, Question
-from bert_jax.tasks.spans import SpanTask
+from bert_jax.tasks.spans import SpanKind
 
 # Room for 21 pieces of a context next to a question of 3, so that every piece is tried.
 LONGEST, ASKED = 27, "wa wb ?"
@@ -22,7 +22,7 @@ MARKS = [".", ",", "(", ")"]
 
 def kind(**settings):
     fields = {"max_sequence_length": LONGEST, "document_stride": 9, "max_query_length": 3}
-    return SpanTask(task("span", **fields | settings), (), TOKENIZER)
+    return SpanKind(task("span", **fields | settings), (), TOKENIZER)
 
 
 def oracle(rows, noise=0.0):
@@ -46,7 +46,7 @@ def test_a_window_by_hand():
     assert rows.first_lengths.tolist() == [5]
     window = rows.origins[0]
     assert (window.question, window.offset) == (0, 5)
-    texts = [context[a:b] for a, b in window.spans]
+    texts = [context[a:b] for a, b in window.word_ranges]
     assert texts == ["Caf\u00e9", "until", "until", ",", "\u65e5", "\u672c"]
     # An answer that is part of a word is all of its pieces.
     assert rows.row_arrays["starts"].tolist() == [6] and rows.row_arrays["ends"].tolist() == [9]
@@ -64,7 +64,7 @@ def test_questions_are_cut_and_leave_their_room_to_the_context():
     rows = kind().rows(asked)
     assert rows.ids[0][:5].tolist() == ids("[CLS] wc wd we [SEP]")
     first, second = (next(w for w in rows.origins if w.question == number) for number in (0, 1))
-    assert len(first.spans) == 21 and len(second.spans) == 23
+    assert len(first.word_ranges) == 21 and len(second.word_ranges) == 23
     assert len(rows.ids[0]) == LONGEST and [*rows.truncated.values()] == [1]
 
 
@@ -74,13 +74,13 @@ def test_two_separators_between_texts_leave_no_piece_out(longest):
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.between_ids = (TOKENIZER.sep_id, TOKENIZER.sep_id)
     fields = {"max_sequence_length": LONGEST, "document_stride": 24 - longest}
-    of_two = SpanTask(task("span", **fields, max_query_length=longest), (), tokenizer)
+    of_two = SpanKind(task("span", **fields, max_query_length=longest), (), tokenizer)
     words = [WORDS[i % 20] for i in range(60)]
     asked = question(" ".join(words), text=" ".join(WORDS[:20] * 2))
     rows = of_two.rows([asked])
     assert of_two.count_rows(asked, 99) == len(rows.ids)
     assert max(map(len, rows.ids)) <= LONGEST
-    counted = np.concatenate([window.spans[window.has_most_context, 0] for window in rows.origins])
+    counted = np.concatenate([w.word_ranges[w.has_most_context, 0] for w in rows.origins])
     assert len(counted) == len(set(counted.tolist())) == 60
 
 
@@ -118,12 +118,12 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_best_windows(pie
     for most in {1, count // 2 or 1, count, 2 * count}:
         found = kind(document_stride=stride).count_rows(example, most)
         assert found == count if count <= most else found > most
-    assert [len(w.spans) for w in rows.origins] == [length for _, length in windows]
+    assert [len(w.word_ranges) for w in rows.origins] == [length for _, length in windows]
     counted = collections.Counter()
     for number, (window, (start, length)) in enumerate(zip(rows.origins, windows, strict=True)):
         expected = [slow_is_max_context(windows, number, start + i) for i in range(length)]
         assert window.has_most_context.tolist() == expected
-        counted.update(window.spans[window.has_most_context, 0].tolist())
+        counted.update(window.word_ranges[window.has_most_context, 0].tolist())
         words = rows.ids[number][window.offset : window.offset + length].tolist()
         assert words == [ids(WORDS[(start + i) % 20])[0] for i in range(length)]
     assert set(counted.values()) <= {1} and len(counted) == pieces

@@ -19,7 +19,7 @@ from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import probes
-from bert_jax.tasks.adaptation import OutputReader
+from bert_jax.tasks.adaptation import ModelRunner
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import eval_batches
 from bert_jax.tasks.task_kind import make_kind
@@ -79,7 +79,7 @@ def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
         texts = [row["sentence"] for row in there]
         hidden[part] = model.layer_outputs(texts, layers=(0, 1))
     # What is read of rows of several lengths, padded together.
-    reader = OutputReader(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
+    reader = ModelRunner(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
     task = config.load(str(folder / "classify.py"), config.Finetuning).task
     texts = [Sentence("", (row["sentence"],), None) for row in there]
     made = make_kind(task, ("bad", "good"), model.tokenizer).rows(texts)

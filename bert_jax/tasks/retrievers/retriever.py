@@ -31,7 +31,7 @@ from bert_jax.tasks.examples import Candidates, Cells, Tally
 from bert_jax.tasks.formats import require_text
 from bert_jax.tasks.rank import Rank, scores_from_cell
 from bert_jax.tasks.rows import TaskBatches, TaskRows
-from bert_jax.tasks.similar import inherit_prompts
+from bert_jax.tasks.similar import inherit_prefixes
 from bert_jax.tasks.task_kind import Outputs, Scores, TrainingSet
 from bert_jax.tasks.task_objective import Batch, TaskObjective
 from bert_jax.text.tokenizer import Tokenizer, add_special_tokens
@@ -181,7 +181,7 @@ class Retriever(Rank):
     @classmethod
     def vector_settings(cls, experiment: Finetuning, base: Base) -> TextVectors:
         """Returns how the trained model computes vectors."""
-        task = inherit_prompts(experiment.task, base.vectors)
+        task = inherit_prefixes(experiment.task, base.vectors)
         return TextVectors(
             max_length=task.max_sequence_length,
             query_prefix=task.query_prefix,
@@ -194,16 +194,12 @@ class Retriever(Rank):
 
     @classmethod
     def read_training(
-        cls,
-        experiment: Finetuning,
-        base: Base,
-        tally: Tally,
-        teacher: Literal["run", "skip"] = "run",
+        cls, experiment: Finetuning, base: Base, tally: Tally, run_teacher: bool = True
     ) -> TrainingSet:
         task = experiment.task
         kind = cls(task, (), base.tokenizer, cls.vector_settings(experiment, base))
         loss = getattr(experiment, task.kind).loss
-        label_mode: examples_lib.Labelled = "unlabelled" if loss == "contrastive" else "labelled"
+        label_mode: examples_lib.Labelling = "unlabelled" if loss == "contrastive" else "labelled"
         examples = cast(list[Candidates], examples_lib.read(task, task.train, label_mode, tally))
         for example in examples:
             if loss != "contrastive" and len(example.candidates) < 2:
