@@ -171,7 +171,7 @@ def outputs(trained: LoadedModel, prepared: PreparedCorpus, experiment: Experime
     masked_lm, next_sentence = heads.pretraining_logits(
         trained.model, trained.params, ready, None, Loop()
     )
-    model = heads.merge(trained.model, trained.params)
+    model = heads.build_model(trained.model, trained.params)
     inputs = (ready["input_ids"], ready["segment_ids"], ready["input_mask"])
     hidden = encode(model.encoder, trained.model, *inputs, None, Loop())
     return batch | {

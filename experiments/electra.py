@@ -76,7 +76,7 @@ class Electra:
         drawn = _drawn(pieces, at(_DRAWN))
         read = _put(batch, drawn)
         is_replaced = (read != _put(batch, labels)).astype(jnp.float32)
-        encoder = heads.merge(self.model, {"encoder": params["encoder"]}).encoder
+        encoder = heads.build_model(self.model, {"encoder": params["encoder"]}).encoder
         inputs = (read, batch["segment_ids"], batch["input_mask"])
         hidden = encode(encoder, self.model, *inputs, noise, loop)
         score = layers.linear(hidden, **params["replaced"])[..., 0]
@@ -107,7 +107,7 @@ class Electra:
     def _generated(self, params, batch, noise, loop: Loop) -> jax.Array:
         own = params["generator"]
         encoder = params["encoder"] | {"layers": own["layers"]}  # all else is shared
-        module = heads.merge(self.small, {"encoder": encoder, "masked_lm": own["masked_lm"]})
+        module = heads.build_model(self.small, {"encoder": encoder, "masked_lm": own["masked_lm"]})
         names = ("input_ids", "segment_ids", "input_mask")
         # Its layers are not those that the loop may have to gather.
         whole = loop._replace(gather=Loop().gather)

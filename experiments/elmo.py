@@ -131,7 +131,7 @@ class Languages:
         int32 [B, S] each -> float32 [2, B, S - 2, V].
         """
         cfg = self.model
-        encoder = heads.merge(cfg, {"encoder": params["encoder"]}).encoder
+        encoder = heads.build_model(cfg, {"encoder": params["encoder"]}).encoder
         hidden = encode(encoder, cfg, ids, jnp.zeros_like(ids), input_mask, noise, loop)
         site = None if noise is None else noise.at(cfg.num_hidden_layers)
         hidden = layers.dropout(hidden, site, cfg.hidden_dropout_prob).astype(hidden.dtype)

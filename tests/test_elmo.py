@@ -79,7 +79,7 @@ def batch_of(texts):
 
 
 def hidden_of(elmo, params, ids, mask, outputs="all"):
-    encoder = heads.merge(elmo.model, params).encoder
+    encoder = heads.build_model(elmo.model, params).encoder
     return encode(encoder, elmo.model, ids, jnp.zeros_like(ids), mask, None, Loop(), outputs)
 
 
@@ -161,7 +161,7 @@ def test_a_text_is_what_each_direction_comes_to_and_has_no_attention(elmo, param
     found = text_vector(elmo.model, jnp.asarray(hidden), batch["input_mask"])
     np.testing.assert_array_equal(found, wanted)
     with pytest.raises(InputError, match=r"model\.code=.*has no attention"):
-        attention_probabilities(heads.merge(elmo.model, params).encoder, elmo.model, found)
+        attention_probabilities(heads.build_model(elmo.model, params).encoder, elmo.model, found)
 
 
 def test_tables_have_rows_of_it():

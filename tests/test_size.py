@@ -42,7 +42,7 @@ ABOVE = {
     "cli": 2_407,
     "config": 2_801,
     "data": 4_078,
-    "distributed": 1_203,
+    "distributed": 1_202,
     "embeddings": 1_987,
     "interop": 3_082,
     "model": 3_532,

@@ -20,7 +20,7 @@ from bert_jax.training import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Features:
+class VectorOptions:
     """The hidden states that become vectors, and how they are pooled."""
 
     # `mean`: of all tokens including [CLS] and [SEP], as sentence-transformers pools; `cls`: the
@@ -47,7 +47,7 @@ def truncate_layers(depth: int, params: heads.Params) -> heads.Params:
 def build(
     model: Model,
     depth: int,
-    features: Features,
+    features: VectorOptions,
     layers: tuple[int, ...],
     form: str,
     mesh: jax.sharding.Mesh,
@@ -59,7 +59,7 @@ def build(
     def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: each shard has one row
         rows = Packing(batch["positions"], batch["tokens"][0], batch["places"])
-        merged = heads.merge(model, params)
+        merged = heads.build_model(model, params)
         inputs = merged.encoder, model, ids, jnp.zeros_like(ids), rows, None, loop
         if form == "sparse":
             hidden = rows.unpack(encode(*inputs))

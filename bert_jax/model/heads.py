@@ -39,7 +39,7 @@ def init_params(cfg: Model, key: jax.Array) -> Params:
     return params_of(PretrainingModel(cfg, rngs=nnx.Rngs(params=key)))
 
 
-def merge(cfg: Model, params: Params) -> PretrainingModel:
+def build_model(cfg: Model, params: Params) -> PretrainingModel:
     """Returns the module with these parameters, see `fill_params`."""
     return fill_params(params, PretrainingModel, cfg)
 
@@ -93,7 +93,7 @@ def pretraining_logits(
     loop: Loop,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes both heads' logits for a batch of `data.batches`: [B, P, V] and [B, 2], float32."""
-    model = merge(cfg, params)
+    model = build_model(cfg, params)
     input_mask: jax.Array | Shared = batch["input_mask"]
     if "example_numbers" in batch:
         input_mask = Shared(batch["example_numbers"], batch["positions"])

@@ -82,7 +82,7 @@ class TaskModel:
             objective = dataclasses.replace(objective, beams=beams)
         self.pooling = objective.adapt.pooling  # of the head's input
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-        restored = saved.read(which, {"params": abstract["params"]})
+        restored = saved.restore_by_name(which, {"params": abstract["params"]})
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params = restored.step, restored.state["params"]
         self.kind = kind.fitted(restored.metadata["notes"] | {"step": self.step})

@@ -68,7 +68,7 @@ class MinimalPairs:
         def row_log_probabilities(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
         ) -> jax.Array:
-            module = heads.merge(model, params)
+            module = heads.build_model(model, params)
             ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
             hidden = encode(module.encoder, model, *ids, mask, noise, loop)
             logits = heads.masked_lm_logits(module, model, hidden, batch["positions"])

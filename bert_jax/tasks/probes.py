@@ -127,7 +127,7 @@ def jit_features(reader: MeshEncoder, reads: Reads, outputs: Outputs) -> Callabl
 
     def row_features(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
         ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-        encoder = heads.merge(model, params).encoder
+        encoder = heads.build_model(model, params).encoder
         hidden = encode(encoder, model, *ids, mask, noise, loop, outputs)
         hidden = hidden if outputs == "all" else hidden[None]
         hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]

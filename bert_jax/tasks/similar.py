@@ -20,7 +20,7 @@ from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
 from bert_jax.data import corpus
 from bert_jax.embeddings import retrieval
-from bert_jax.embeddings.embed import Embedder, Features, Role
+from bert_jax.embeddings.embed import Embedder, Role, VectorOptions
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.embeddings.text_pairs import CorpusPairs, PairMethod
 from bert_jax.errors import InputError, translate_parser_errors
@@ -320,7 +320,7 @@ def _read_corpus(
     query, text = (tokenizer.encode(x.rstrip()) for x in (task.query_prefix, task.text_prefix))
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
-        prepared.ids,
+        prepared.special_ids,
         cast(PairMethod, how),
         (query, text),
         experiment.batch_size,
@@ -352,7 +352,7 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     if path.suffix != ".npz":
         mesh = mesh_lib.make_mesh(Parallelism())
         embedder = Embedder(
-            LoadedModel.of(mirror.open_workdir(path)), Features(normalize=True), mesh
+            LoadedModel.of(mirror.open_workdir(path)), VectorOptions(normalize=True), mesh
         )
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)

@@ -67,12 +67,12 @@ def _trace_encoder(model: Model) -> None:
     b, s, d, count = 2, 8, model.hidden_size, model.num_hidden_layers
 
     def run(params: Any, ids: jax.Array) -> list[jax.Array]:
-        encoder = heads.merge(model, params).encoder
+        encoder = heads.build_model(model, params).encoder
         args = (encoder, model, ids, ids, ids, None, Loop())
         return [encode(*args, "last"), encode(*args, "all")]
 
     def compute_maps(params: Any, hidden: jax.Array) -> jax.Array:
-        return attention_probabilities(heads.merge(model, params).encoder, model, hidden)
+        return attention_probabilities(heads.build_model(model, params).encoder, model, hidden)
 
     last, every = jax.eval_shape(run, params, jax.ShapeDtypeStruct((b, s), jnp.int32))
     _require_array(last, "encode", (b, s, d), model.compute_dtype)

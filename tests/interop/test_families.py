@@ -46,7 +46,7 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
         second = tokenizer.encode(second[0]) if second else None
         ids, _ = add_special_tokens(tokenizer, tokenizer.encode(first), second)
         assert ids.tolist() == row[mask].tolist()
-    model = heads.merge(loaded.model, loaded.params)
+    model = heads.build_model(loaded.model, loaded.params)
     ids, mask = (jnp.asarray(golden[name], jnp.int32) for name in ("ids", "mask"))
     run = jax.jit(lambda *x: encode(model.encoder, loaded.model, *x, None, Loop(), "all"))
     every = run(ids, 0 * ids, mask)
@@ -101,7 +101,7 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
     scores = []
     for one, columns in ((loaded, rows), (cut, kept)):
         ids, _ = add_special_tokens(one.tokenizer, one.tokenizer.encode(TEXTS[1]), None)
-        model, ids = heads.merge(one.model, one.params), jnp.asarray(ids, jnp.int32)[None]
+        model, ids = heads.build_model(one.model, one.params), jnp.asarray(ids, jnp.int32)[None]
         last = encode(model.encoder, one.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
         scores.append(heads.token_logits(model, one.model, last)[..., np.array(columns)])
     np.testing.assert_allclose(*scores, atol=1e-6)

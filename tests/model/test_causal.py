@@ -111,7 +111,7 @@ def influence(cfg, params, ids, rest, outputs):
         words = {"embedding": jnp.pad(rows, ((0, len(table) - len(rows)), (0, 0)))}
         embeddings = params["encoder"]["embeddings"] | {"word": words}
         encoder = params["encoder"] | {"embeddings": embeddings}
-        module = heads.merge(cfg, params | {"encoder": encoder}).encoder
+        module = heads.build_model(cfg, params | {"encoder": encoder}).encoder
         places = jnp.arange(ids.shape[1])[None]
         hidden = encode(module, cfg, places, jnp.zeros_like(ids), rest, None, Loop())
         return (hidden[0] @ mix)[outputs]
@@ -149,7 +149,7 @@ def test_no_place_sees_its_future(model, batch, rows):
 @pytest.mark.long
 def test_pictures_of_attention_show_the_same(model, batch):
     cfg, params = model
-    module = heads.merge(cfg, params)
+    module = heads.build_model(cfg, params)
     inputs = (batch[n][:1] for n in ("input_ids", "segment_ids", "input_mask"))
     states = encode(module.encoder, cfg, *inputs, None, Loop(), "all")[:-1, 0]
     shown = np.asarray(attention_probabilities(module.encoder, cfg, states))
@@ -161,7 +161,7 @@ def test_pictures_of_attention_show_the_same(model, batch):
 @pytest.mark.long
 def test_a_text_is_what_its_last_piece_comes_to(model, batch):
     cfg, params = model
-    module = heads.merge(cfg, params)
+    module = heads.build_model(cfg, params)
     inputs = (batch[n] for n in ("input_ids", "segment_ids", "input_mask"))
     hidden = encode(module.encoder, cfg, *inputs, None, Loop())
     lengths = np.asarray(batch["input_mask"]).sum(axis=1)

@@ -33,7 +33,7 @@ def noise(rows):
 
 def test_padding_never_leaks(params, batch):
     """A padded batch is each row alone, cut to its length."""
-    model = heads.merge(CFG, params)
+    model = heads.build_model(CFG, params)
     names = ("input_ids", "segment_ids", "input_mask")
     together = encode(model.encoder, CFG, *(batch[n] for n in names), None, Loop())
     lengths = np.asarray(batch["input_mask"].sum(axis=1))
@@ -47,7 +47,7 @@ def test_padding_never_leaks(params, batch):
 
 def test_an_only_segment_is_that_of_both_texts(batch):
     one = dataclasses.replace(CFG, type_vocab_size=1)
-    encoder = heads.merge(one, heads.init_params(one, jax.random.key(0))).encoder
+    encoder = heads.build_model(one, heads.init_params(one, jax.random.key(0))).encoder
     ids, kinds = batch["input_ids"], batch["segment_ids"]
     assert kinds.any()
     found, expected = (encoder.embeddings(ids, of, jnp.float32) for of in (kinds, 0 * kinds))

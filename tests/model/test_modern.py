@@ -65,13 +65,13 @@ def states(params, batch, cfg=CFG, loop=KEPT, outputs="all"):
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def encoded(params, inputs, cfg, loop, outputs):
-    return encode(heads.merge(cfg, params).encoder, cfg, *inputs, None, loop, outputs)
+    return encode(heads.build_model(cfg, params).encoder, cfg, *inputs, None, loop, outputs)
 
 
 def loss(params, batch, loop):
     hidden = states(params, batch, CFG, loop, "last")
     logits = heads.masked_lm_logits(
-        heads.merge(CFG, params), CFG, hidden, batch["masked_lm_positions"]
+        heads.build_model(CFG, params), CFG, hidden, batch["masked_lm_positions"]
     )
     pair, _ = losses.classification(logits, batch["masked_lm_ids"], batch["masked_lm_weights"])
     return pair[0] / pair[1], logits
@@ -148,7 +148,7 @@ def test_where_pieces_look_is_what_makes_the_next_state(params, batch):
     """In float64, from maps, values and kernels: of a layer with a window and of one without."""
     row = {name: value[:1] for name, value in batch.items()}
     hidden = np.asarray(states(params, row), np.float64)[:, 0]
-    encoder = heads.merge(CFG, params).encoder
+    encoder = heads.build_model(CFG, params).encoder
     maps = np.asarray(attention_probabilities(encoder, CFG, jnp.float32(hidden[:-1])), np.float64)
     far = np.abs(np.subtract.outer(*[np.arange(len(hidden[0]))] * 2)) > CFG.local_window // 2
     for number in (1, 3):

@@ -50,7 +50,7 @@ def check() -> Iterator[ReferenceRule]:
 def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
     cfg, expected = golden.CONFIG, golden.pytorch("outputs")
     inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
-    encoder = heads.merge(cfg, params).encoder
+    encoder = heads.build_model(cfg, params).encoder
     hidden = encode(encoder, cfg, *inputs, None, Loop(), outputs="all")
     states = expected["hidden_states"]
     off = relative(hidden[0], states[0])
