@@ -15,7 +15,7 @@ from etils import epath
 
 from benchmarks import measure
 from bert_jax.config import Corpus, Parallelism
-from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.embed import Embedder, VectorOptions
 from bert_jax.interop import importing
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
@@ -64,7 +64,7 @@ def sample(count: int) -> list[str]:
 def embedder_of(workdir: epath.PathLike, max_length: int) -> Embedder:
     """The encoder of a base or a run, on all devices."""
     trained, mesh = LoadedModel.of(open_workdir(workdir)), mesh_lib.make_mesh(Parallelism())
-    return Embedder(trained, Features(), mesh, max_length)
+    return Embedder(trained, VectorOptions(), mesh, max_length)
 
 
 def bulk(embedder: Embedder, texts: list[str], vectors: list[np.ndarray]) -> tuple[float, float]:

@@ -65,10 +65,10 @@ def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     """Returns the scores of the pieces in the middle, by tokens around."""
     prepared, mesh = PreparedCorpus.open(workdir.corpus), mesh_lib.one_device()
     params, done = load_params(of, workdir, prepared, mesh)
-    held_out = evaluators.HeldOut.of(prepared, of, mesh)
+    held_out = evaluators.HeldOutRows.of(prepared, of, mesh)
     tokens, found = SHORTEST, {}
     while tokens <= of.data.eval_sequence_length:
-        rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]
+        rows = [cut(batch, tokens, prepared.special_ids) for batch in held_out.batches]
         cut_out = dataclasses.replace(held_out, batches=rows)
         found[tokens] = cut_out.evaluate(params, done)
         tokens *= 2

@@ -89,7 +89,7 @@ def member(folder: pathlib.Path, name: str) -> None:
             found["cpu"][what], found["wall"][what] = measure.clocked(work)
 
         def restore() -> None:
-            restored = saved.checkpoints.newest(abstract, None, everyone.exchange_errors)
+            restored = saved.checkpoints.restore_newest(abstract, None, everyone.exchange_errors)
             if restored is None or restored.damaged:
                 raise RuntimeError("what was saved was not restored")
 

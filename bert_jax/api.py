@@ -20,7 +20,7 @@ from bert_jax.data import corpus
 from bert_jax.data.batches import Batch
 from bert_jax.embeddings import nearest
 from bert_jax.embeddings import search as search_lib
-from bert_jax.embeddings.embed import Embedder, Features, TextRole
+from bert_jax.embeddings.embed import Embedder, TextRole, VectorOptions
 from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError, require_choice
 from bert_jax.interop import exporting, hub, huggingface, importing
@@ -251,7 +251,7 @@ def search(
     if top < 1:
         raise InputError(f"top: {top} must be at least 1")
     loaded, query_list = _load(model), list_texts(queries, "queries")
-    embedder = Embedder(loaded, Features(normalize=True), mesh_lib.make_mesh(Parallelism()))
+    embedder = Embedder(loaded, VectorOptions(normalize=True), mesh_lib.make_mesh(Parallelism()))
     if isinstance(texts, str | os.PathLike):
         folder = epath.Path(vectors if vectors is not None else f"{os.fspath(texts)}.vectors")
         index = search_lib.Index(os.fspath(texts), folder, loaded, embedder, logger.info)

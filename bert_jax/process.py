@@ -42,7 +42,7 @@ def prepare_process() -> None:
     - Warnings of the package become lines on standard error.
     - Logs of Orbax and gcsfs are off: they log the errors that they also raise, and the command
       line prints each error once, in one line. So are those of bm25s, which log each call.
-    - fsspec and etils read and write buckets through `PatientFileSystem`, which retries requests.
+    - fsspec and etils read and write buckets through `RetryingFileSystem`, which retries requests.
       Lists of folders are not cached, so that files of other processes are seen.
     """
     global is_own_process
@@ -67,7 +67,7 @@ def prepare_process() -> None:
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
     # fsspec opens gs:// by the class that is registered as "gcs". Its name is a string, since gcsfs
     # may not be installed.
-    fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
+    fsspec.register_implementation("gcs", "bert_jax.storage.gcs.RetryingFileSystem", clobber=True)
 
 
 def _report_unraisable(unraisable: Any) -> None:

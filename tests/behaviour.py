@@ -119,7 +119,7 @@ def batches() -> Iterator[tuple[str, str]]:
             rows = np.arange(phase.batch_size)
             each = (of_arrays(train.batch(step, rows)) for step in range(phase.steps))
             yield f"batches {name} phase {number}", sha(*map(str.encode, each))
-        held_out = evaluators.HeldOut.of(given, experiment, mesh)
+        held_out = evaluators.HeldOutRows.of(given, experiment, mesh)
         yield f"batches {name} held out", sha(*(of_arrays(b).encode() for b in held_out.batches))
 
 

@@ -305,16 +305,16 @@ def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
     """One host sends with the corpus how many rows first plans have; another one fetches it."""
     experiment = config.load("small.py")
 
-    def rows(sends_counts):
+    def rows(uploads_counts):
         prepared = PreparedCorpus.open(epath.Path("gs://bucket/corpus"))
-        phases = [prepared.train_batches(experiment, phase, sends_counts) for phase in range(2)]
+        phases = [prepared.train_batches(experiment, phase, uploads_counts) for phase in range(2)]
         return {phase.rows_per_epoch for phase in phases}
 
-    counted = rows(sends_counts=True)
+    counted = rows(uploads_counts=True)
     assert counted == {*plans.read_counts(epath.Path("gs://bucket/corpus/plans.json")).values()}
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "another machine"))
     monkeypatch.setattr(plans.pairs, "plan", None)
-    assert rows(sends_counts=False) == counted
+    assert rows(uploads_counts=False) == counted
 
 
 def test_counts_that_cannot_be_sent_cost_nothing(objects, monkeypatch):

@@ -14,7 +14,7 @@ MODULES = {
 }
 # Each imports from those before it alone.
 LAYERS = (
-    *("foreign", "errors", "hardware", "system", "process", "config", "storage", "text"),
+    *("private_apis", "errors", "hardware", "system", "process", "config", "storage", "text"),
     *("data", "model", "training"),
     *("distributed", "checkpoints", "running", "embeddings", "pretraining", "tasks", "interop"),
     *("api", "serve", "tools.plan", "tools.doctor", "tools.layer_scores", "tools.report"),
@@ -72,7 +72,7 @@ def test_what_is_never_imported():
 def test_only_checkpoints_import_orbax():
     users = {m for m, path in MODULES.items() if any("orbax" in name for name in imports(path))}
     checkpoints = {f"bert_jax.checkpoints.{name}" for name in ("layout", "load", "save")}
-    assert users == checkpoints | {"bert_jax.foreign"}
+    assert users == checkpoints | {"bert_jax.private_apis"}
 
 
 def test_no_import_cycles():

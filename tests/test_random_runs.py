@@ -118,7 +118,7 @@ def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoin
     kind = "d/*" if file.parent.name == "d" else file.name
     with damage(file, data, f"checkpoint/{kind}"):
         opened = Checkpoints(epath.Path(folder.parent))
-        found = result(lambda: opened.newest(whole), folder)
+        found = result(lambda: opened.restore_newest(whole), folder)
         claim = result(lambda: opened.experiment(opened.find_step("newest")), folder)
     if found is not REFUSED:
         assert (str(folder) in found.damaged.get(max(saved), "")) == (found.step != max(saved))

@@ -194,19 +194,19 @@ def finetune(folder: str, changed: dict[str, Any]) -> None:
 
 
 def use_bucket(folder: str, changed: dict[str, Any]) -> None:
-    """Trains a short run in a bucket; counts the requests through `PatientFileSystem`."""
+    """Trains a short run in a bucket; counts the requests through `RetryingFileSystem`."""
     prepare()
     import bert_jax
     from bert_jax import config
     from bert_jax.storage import gcs
 
-    request, requests = gcs.PatientFileSystem._call, []
+    request, requests = gcs.RetryingFileSystem._call, []
 
     async def counted(self, *args, **kwargs):
         requests.append(args)
         return await request(self, *args, **kwargs)
 
-    gcs.PatientFileSystem._call = counted
+    gcs.RetryingFileSystem._call = counted
     before = snapshot()
     short = ("phases.0.steps=3", "phases.1.steps=1", "run.corpus_dir=", "run.eval_every=4")
     experiment = config.override(config.load("small.py"), short)

@@ -57,7 +57,7 @@ class ForkPoint(NamedTuple):
             raise InputError(f"{self.command} {self}: no such checkpoint; there are {steps}")
         return checkpoints.experiment(self.step), hash_json(checkpoints.metadata(self.step))
 
-    def require(self, experiment: Experiment) -> None:
+    def require_compatible(self, experiment: Experiment) -> None:
         """Raises InputError unless the checkpoint exists and this experiment may start from it."""
         saved, _ = self.saved()
         find_obstacle = self._fork_obstacle if self.command == "fork" else self._decay_obstacle

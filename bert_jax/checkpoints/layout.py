@@ -7,7 +7,7 @@
 A checkpoint is the training state (`training.step.State`) and its metadata, in JSON: the
 experiment, the environment, and the sums of metrics since the last line of metrics.jsonl, so that a
 resumed run writes the same lines as one without interruption. Orbax does not detect a flipped bit:
-the metadata also have a checksum of every array, the same on any mesh, and one of the metadata.
+so the metadata have a checksum of every array, the same on any mesh, and a checksum of themselves.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
 
-from bert_jax import foreign
+from bert_jax import private_apis
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 from bert_jax.storage.storage import storage_of
@@ -38,7 +38,7 @@ _COMMITTED = "commit_success.txt"
 
 
 class Damaged(InputError):
-    """A checkpoint cannot be restored although its files can be read, or its checksums differ."""
+    """A checkpoint whose checksums differ, or that cannot be restored from readable files."""
 
 
 def list_steps(folder: epath.Path) -> list[int]:
@@ -77,7 +77,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def translate_write_errors(self) -> Iterator[None]:
-        """Raises Unavailable instead of any error of a save or a rename in a bucket.
+        """Raises Unavailable instead of OSError and ValueError when it writes to a bucket.
 
         Such an error is transient: the run has tested its access at the start, and no other program
         writes there. A corrupt response or a stale listing raises errors of many types.
@@ -114,7 +114,7 @@ class CheckpointFolder:
         return self.retry(rename)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint; if the process is killed, it is either intact or incomplete."""
+        """Deletes a checkpoint, after it was renamed as incomplete: a kill leaves no half of it."""
         folder, renamed = self.step_path(step), self.path / f"{step}{_UNFINISHED}"
 
         def rename_and_delete() -> None:
@@ -149,18 +149,18 @@ def orbax_settings() -> ocp.Context:
 
 
 def retry_orbax_requests(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
-    """Makes Orbax retry requests to a bucket while entered; no change for a local folder."""
+    """Makes Orbax retry requests to a bucket inside the context; no change for a local folder."""
     if not storage_of(folder).is_bucket:
         return contextlib.nullcontext()
-    return foreign.use_bucket_client(_retrying_file_system)
+    return private_apis.use_bucket_client(_retrying_file_system)
 
 
 @functools.cache
 def _retrying_file_system() -> Any:
-    from bert_jax.storage.gcs import PatientFileSystem
+    from bert_jax.storage.gcs import RetryingFileSystem
 
     # No cache: lists must show new objects of other processes. etils requires finalize_on_close.
-    return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
+    return RetryingFileSystem(use_listings_cache=False, finalize_on_close=True)
 
 
 def hash_json(metadata: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Reads checkpoints with Orbax and verifies their checksums.
 
-A checkpoint is damaged if its arrays do not have the saved checksums in either of two reads, or if
-Orbax fails to restore it. Errors of the network or the machine are not damage (storage.retry): the
-read is retried for ten minutes.
+A checkpoint is damaged if the checksums of its arrays differ from the saved ones in both of two
+reads, or if Orbax fails to restore it. Errors of the network or the machine are not damage: the
+read is retried for ten minutes (storage.retry).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from bert_jax import config, foreign
+from bert_jax import config, private_apis
 from bert_jax.checkpoints import layout
 from bert_jax.checkpoints.layout import CheckpointFolder, Damaged
 from bert_jax.config import Experiment
@@ -32,8 +32,8 @@ T = TypeVar("T")
 SectionT = TypeVar("SectionT", bound=Section)
 # Errors that do not mean that a checkpoint is damaged.
 _NO_DAMAGE = (InputError, Unavailable, MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-# A barrier: called with its name and the error of this process ("" for none), returns the first
-# error of all processes. They call it before a computation in which each waits for all others.
+# A barrier: (its name, the error of this process or "") -> the first error of all processes. It is
+# called before each joint computation, where the others would wait for a failed process forever.
 ExchangeErrors = Callable[[str, str], str]
 
 
@@ -70,14 +70,14 @@ class Checkpoints:
                 raise ValueError(f"its metadata are of step {metadata['step']}")
             return metadata
 
-        metadata = self._read(step, read)
+        metadata = self._retry_read(step, read)
         if (version := metadata["format_version"]) != layout.FORMAT_VERSION:
             remedy = f"this version reads {layout.FORMAT_VERSION}; use the bert-jax that wrote it"
             raise InputError(f"{self.folder.step_path(step)}: format_version {version!r}, {remedy}")
         return metadata
 
     def experiment(self, step: int, kind: type[SectionT] = Experiment) -> SectionT:
-        """Returns the experiment of a checkpoint, an `Experiment` or another `kind` of section."""
+        """Returns the experiment of a checkpoint; `kind` is its class, for example `Finetuning`."""
         text = json.dumps(self.metadata(step)["experiment"])
         return config.from_json(text, f"{self.folder.step_path(step)}", kind)
 
@@ -97,9 +97,7 @@ class Checkpoints:
         steps, unreadable = self.steps, self.unreadable()
         readable = [step for step in steps if step not in unreadable]
         if not readable:
-            problems = (
-                f"{reason}; restore its files from a copy" for reason in unreadable.values()
-            )
+            problems = (f"{why}; restore its files from a copy" for why in unreadable.values())
             raise InputError("; ".join(problems) or f"{self.folder.path}: no checkpoint yet")
         if which == "newest":
             return readable[0]
@@ -120,24 +118,24 @@ class Checkpoints:
 
         def read(path: epath.Path) -> Any:
             tree = ocp.metadata(path).metadata
-            if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
-                raise ValueError("it lists other arrays than its metadata")
+            if {path_of(keys) for keys, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
+                raise ValueError("Orbax lists other arrays than the saved checksums")
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
             )
 
-        return self._read(step, read)
+        return self._retry_read(step, read)
 
-    def read(self, which: str, abstract_state: Any) -> Restored:
-        """Reads a checkpoint, see `find_step`; for `newest`, skips and reports damaged ones."""
-        restored = self.newest(abstract_state) if which == "newest" else None
-        if restored is None:
+    def restore_by_name(self, which: str, abstract_state: Any) -> Restored:
+        """Restores a checkpoint, see `find_step`; for `newest`, skips and reports damaged ones."""
+        restored = self.restore_newest(abstract_state) if which == "newest" else None
+        if restored is None:  # if there is no newest one, `find_step` raises InputError
             return self.restore(self.find_step(which), abstract_state)
         for reason in restored.damaged.values():
             logger.warning("%s; step %d is used instead", reason, restored.step)
         return restored
 
-    def newest(
+    def restore_newest(
         self,
         abstract_state: Any,
         at_most: int | None = None,
@@ -180,12 +178,12 @@ class Checkpoints:
         for _ in range(2):
             restored, error = None, ""  # frees the first state: two may not fit in memory
             try:
-                restored = self._load(step, abstract_state)
+                restored = self._load_unverified(step, abstract_state)
             except Damaged as damage:
                 error = str(damage)
             error = exchange_errors(f"{step} read", error)
             if error or restored is None:
-                raise Damaged(error)  # not once more: `_load` has read it twice already
+                raise Damaged(error)  # without another attempt: `_retry_read` made two already
             error = exchange_errors(f"{step} checked", self._find_changed_array(step, restored))
             if not error:
                 return restored
@@ -199,7 +197,7 @@ class Checkpoints:
         changed = [name for name, value in computed.items() if saved.get(name) != value]
         return self._damage_message(step, f"{changed[0]} is not what was saved") if changed else ""
 
-    def _load(self, step: int, abstract_state: Any) -> Restored:
+    def _load_unverified(self, step: int, abstract_state: Any) -> Restored:
         """Reads the metadata and the state of a step, without waiting for other processes."""
         metadata = self.metadata(step)
 
@@ -211,31 +209,33 @@ class Checkpoints:
                     raise ValueError(f"{path_of(key_path)} is missing")
             return state
 
-        return Restored(step, self._read(step, read), metadata, {})
+        return Restored(step, self._retry_read(step, read), metadata, {})
 
-    def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
+    def _retry_read(self, step: int, read: Callable[[epath.Path], T]) -> T:
         """Calls `read` with a checkpoint's folder, and retries it after transient errors.
 
         The checkpoint is damaged if reading fails twice although all its files can be opened.
         """
         path = self.folder.step_path(step)
 
-        def attempt(files_verified: bool = False) -> T:
-            try:
-                with _independent_reads():
-                    return read(absolute(path))
-            except Exception as error:
-                if isinstance(error, _NO_DAMAGE) or retry.is_retryable(error):
-                    raise
-                if files_verified:
-                    reason = str(error).split("\n")[0][:200]
-                    raise Damaged(self._damage_message(step, reason)) from error
-            _require_open(path)
-            return attempt(files_verified=True)
+        def read_twice() -> T:
+            files_verified = False
+            while True:
+                try:
+                    with _independent_reads():
+                        return read(absolute(path))
+                except Exception as error:
+                    if isinstance(error, _NO_DAMAGE) or retry.is_retryable(error):
+                        raise
+                    if files_verified:
+                        raise Damaged(self._damage_message(step, str(error))) from error
+                _require_readable(path)
+                files_verified = True
 
-        return self.folder.retry(attempt)
+        return self.folder.retry(read_twice)
 
-    def _damage_message(self, step: int, reason: str) -> str:
+    def _damage_message(self, step: int, error: str) -> str:
+        reason = error.split("\n")[0][:200]
         return f"{self.folder.step_path(step)}: damaged, cannot be restored ({reason})"
 
 
@@ -252,15 +252,15 @@ def _independent_reads() -> Iterator[None]:
         settings.multiprocessing.primary_host = process
         settings.multiprocessing.active_processes = {process}
         settings.multiprocessing.barrier_sync_key_prefix = f"process_{process}"
-    with foreign.preserve_operation_ids(), settings:
+    with private_apis.preserve_operation_ids(), settings:
         yield
 
 
-def _require_open(folder: epath.Path) -> None:
-    """Raises OSError or Unavailable if a listed file cannot be opened, which is no damage."""
+def _require_readable(folder: epath.Path) -> None:
+    """Raises OSError or Unavailable, not `Damaged`, if a listed file cannot be opened."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.is_dir():
-            _require_open(path)
+            _require_readable(path)
             continue
         try:
             with path.open("rb") as file:

@@ -33,13 +33,13 @@ class Saver:
 
     def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
         self.checkpoints = Checkpoints(workdir.checkpoints)
-        self.step = 0  # of the newest checkpoint, which may not be complete yet
+        self.saved_step = 0  # of the newest checkpoint, which may not be complete yet
         self.unsaved_reason = ""  # why the latest steps are not saved; "" if they are
         self._previous_step = 0  # of the checkpoint before, which is complete
         self._is_saving = False
         self._has_failed = False  # whether the current save has failed in this process
         self._workdir, self._peers, self._report = workdir, peers, report
-        self._retention = _Retention(run)
+        self._settings, self._retention = run, _Retention(run)
         self._orbax: ocp.training.Checkpointer | None = None  # opened at the first save
         self._exit_stack = contextlib.ExitStack()  # entered with this object
         self._delete_unfinished()  # an earlier process may have been killed while it saved
@@ -66,7 +66,7 @@ class Saver:
         best; None if this step was not evaluated.
 
         Raises:
-          Unavailable: a transient error; with one process, after all retries.
+          Unavailable: a transient error, which a run of one process has retried for ten minutes.
         """
         content: dict[str, Any] = {"format_version": layout.FORMAT_VERSION, "step": step}
         content |= {"checksums": checksums(state), "held_out_loss": held_out_loss, **metadata}
@@ -79,18 +79,18 @@ class Saver:
                 orbax.save_async(step, state, force=True, custom_metadata=content)
 
         self._retry(begin)
-        self._previous_step = self.step
-        self.step, self.unsaved_reason, self._is_saving = step, "", True
+        self._previous_step = self.saved_step
+        self.saved_step, self.unsaved_reason, self._is_saving = step, "", True
 
     def poll(self) -> None:
         """Checks whether the current save has failed, or has become a complete checkpoint."""
-        if self._has_failed:  # not later: the other processes wait for this one inside Orbax
+        if self._has_failed:  # raised now, since the other processes wait for this one inside Orbax
             self.wait_and_tolerate_failure()
         if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # a later save or `finish` records it
-                if self.step in layout.list_steps(self._workdir.checkpoints):
-                    self._record(self.step)
+            with contextlib.suppress(Exception):  # `finish`, or `poll` after a later save, retries
+                if self.saved_step in layout.list_steps(self._workdir.checkpoints):
+                    self._write_record(self.saved_step)
 
     def wait(self) -> None:
         """Waits until the current save is complete; if it has failed, raises its error."""
@@ -101,39 +101,39 @@ class Saver:
 
     def wait_and_tolerate_failure(self) -> None:
         """Waits for the current save, as `wait`; if the run survives its failure, reports it."""
-        with self.tolerate_full_disk(self.step):  # `wait` has deleted the files of the failed save
+        with self.tolerate_full_disk(self.saved_step):
             try:
                 self.wait()
             except DiskFull:
-                self.step = self._previous_step
+                self.saved_step = self._previous_step
                 raise
             except Unavailable as error:
-                self._give_up(error)
+                self._report_failed_save(error)
 
-    def finish(self, step: int, save: Callable[[], None] | None) -> None:
-        """Waits for the save of the last step; after a transient error calls `save` to save again.
+    def finish(self, step: int, save_again: Callable[[], None] | None) -> None:
+        """Waits for the save of the last step; after a transient error calls `save_again`.
 
-        If `save` is None, raises the error instead.
+        If that is None, as for a run that ends with an error, raises the transient error instead.
         """
         try:
             self.wait()
         except Unavailable as error:
-            self._give_up(error)
-            if save is None:
+            self._report_failed_save(error)
+            if save_again is None:
                 raise
 
-            def save_again() -> None:
+            def save_if_missing() -> None:
                 # If the checkpoint is there, only the deletion of an old one has failed.
                 if step not in self.checkpoints.steps:
-                    save()
+                    save_again()
                     self.wait()
 
-            self._retry(save_again)
-        self._record()
+            self._retry(save_if_missing)
+        self._write_record()
 
     def set_unsaved_reason(self, reason: str) -> None:
-        """Sets `unsaved_reason`, which also names the newest checkpoint."""
-        newest = f"the newest checkpoint is of step {self.step}"
+        """Sets `unsaved_reason` to this reason and the step of the newest checkpoint."""
+        newest = f"the newest checkpoint is of step {self.saved_step}"
         self.unsaved_reason = f"not saved: {reason}; {newest}"
 
     @contextlib.contextmanager
@@ -141,8 +141,8 @@ class Saver:
         """Continues without a checkpoint on a full disk if `run.when_disk_is_full` allows it."""
         try:
             yield
-        except DiskFull as error:
-            if self._retention.run.when_disk_is_full == "stop" or self._peers.count > 1:
+        except DiskFull as error:  # the files of the failed save are deleted already
+            if self._settings.when_disk_is_full == "stop" or self._peers.count > 1:
                 raise
             self.unsaved_reason = f"without a new checkpoint: {error}"
             self._report(f"step {step}: {self.unsaved_reason}")
@@ -151,44 +151,45 @@ class Saver:
         """Reports if the disk has too little space; raises DiskFull if no checkpoint fits."""
         if self._workdir.remote is not None or not self._peers.is_primary:
             return
-        run, size = self._retention.run, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        run, size = self._settings, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._workdir.root).free
         # One more than the run keeps, because it deletes an old one only after a save.
-        more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
+        missing = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
         space = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
         space += f"a checkpoint takes {size / 1e6:,.1f} MB"
-        # A state that does not even fit into the host's memory ends the run at its first step.
+        # A state larger than the host's memory ends the run at its first step, with another error.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if free < size < memory and run.when_disk_is_full == "stop":
             raise DiskFull(f"{space}; free some space and run again")
-        if free < more * size:
+        if free < missing * size:
             endings = {"stop": "ends with exit code 74", "go_on": "continues without checkpoints"}
             self._report(
-                f"warning: {space}. The run needs space for {more} more before it deletes an old "
-                f"one (run.keep_checkpoints={run.keep_checkpoints}, run.keep_best={run.keep_best}, "
-                f"and one during a save). It starts anyway, and {endings[run.when_disk_is_full]} "
+                f"warning: {space}. The run needs space for {missing} more before it deletes an "
+                f"old one (run.keep_checkpoints={run.keep_checkpoints}, "
+                f"run.keep_best={run.keep_best}, and one during a save). "
+                f"It starts anyway, and {endings[run.when_disk_is_full]} "
                 "once the disk is full; free some space, or keep fewer checkpoints"
             )
 
     def resume_from(self, step: int) -> None:
         """Records that the run starts from the checkpoint of this step; 0 if there is none."""
-        self.step, self.unsaved_reason = step, ""
-        self._record()
+        self.saved_step, self.unsaved_reason = step, ""
+        self._write_record()
 
     def refresh(self) -> None:
         """Makes Orbax list checkpoints again: it refuses to save a step that is in its old list."""
         if self._orbax is not None:
             self.checkpoints.folder.retry(self._orbax.reload)
 
-    def delete_after(self, step: int, send: Callable[[], None]) -> None:
+    def delete_after(self, step: int, upload_record: Callable[[], None]) -> None:
         """Deletes checkpoints after `step`, whose steps will be repeated; called by process 0 only.
 
-        `send` copies the record of the newest checkpoint to a bucket.
+        `upload_record` copies the record of the newest checkpoint to a bucket.
         """
         steps = self.checkpoints.steps
         # This is done first: a later start must not report the deleted checkpoints as lost.
-        self._record(max((number for number in steps if number <= step), default=0))
-        send()
+        self._write_record(max((number for number in steps if number <= step), default=0))
+        upload_record()
         for newer in [number for number in steps if number > step]:
             self.checkpoints.folder.delete(newer)
 
@@ -197,7 +198,7 @@ class Saver:
         for step in self.checkpoints.steps:
             self._retention.losses[step] = self.checkpoints.metadata(step)["held_out_loss"]
         settings = layout.orbax_settings()
-        # Orbax's new interface has no option for the barrier: it calls `v0` to make old options.
+        # Orbax v1 has no option for the barrier, but calls `v0` to convert its options.
         make_options = settings.asynchronous.v0
         settings.asynchronous.v0 = lambda: dataclasses.replace(
             make_options(), barrier_sync_fn=self._wait_at_barrier
@@ -211,13 +212,12 @@ class Saver:
         return self._orbax
 
     def _wait_at_barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Waits at a barrier of Orbax, unless this thread has failed to save.
+        """Waits at a barrier of Orbax; if this thread has failed to save, raises its error instead.
 
-        By default Orbax keeps a failed thread for 20 minutes at the last barrier of the save, with
-        its error unreported, while the other processes wait for its part at an earlier barrier. The
-        processes cannot exchange errors before that, because the save fails inside Orbax.
+        After a failure Orbax waits at the last barrier in a `finally`, for 20 minutes and with the
+        error unreported, while the other processes wait at an earlier barrier for this one.
         """
-        error = sys.exception()
+        error = sys.exception()  # which the `finally` would raise after the wait
         if error is not None and threading.current_thread() is not threading.main_thread():
             self._has_failed = True
             raise error
@@ -243,19 +243,19 @@ class Saver:
         if self._peers.is_primary:
             self.checkpoints.folder.delete_unfinished()
 
-    def _record(self, step: int | None = None) -> None:
+    def _write_record(self, step: int | None = None) -> None:
         """Records the newest complete checkpoint, so that a later start notices if it is lost."""
         if self._peers.is_primary:
             step = max(self.checkpoints.steps, default=0) if step is None else step
             with contextlib.suppress(DiskFull):
                 write_json(self._workdir.saved, {"format_version": 1, "step": step})
 
-    def _give_up(self, error: Unavailable) -> None:
-        """Reports that the current save is given up; with several processes, raises its error."""
+    def _report_failed_save(self, error: Unavailable) -> None:
+        """Reports that the current save has failed; with several processes, raises its error."""
         if self._peers.count > 1:  # the other processes wait for this one inside Orbax
             raise error
-        self._report(f"step {self.step}: no checkpoint was written ({error})")
-        self.step = self._previous_step
+        self._report(f"step {self.saved_step}: no checkpoint was written ({error})")
+        self.saved_step = self._previous_step
 
     def _retry(self, work: Callable[[], None]) -> None:
         """Calls `work`; retries it after transient errors if there is only one process."""
@@ -268,8 +268,8 @@ class Saver:
 class _Retention:
     """Decides which checkpoints a run keeps; Orbax calls it after each save to delete the others.
 
-    Orbax's `best_fn` with `max_to_keep` would delete the newest, and it needs files of metrics: a
-    checkpointer cannot be opened if one is missing.
+    Orbax's `best_fn` with `max_to_keep` would delete the newest checkpoint. It would also need a
+    file of metrics in each checkpoint: Orbax does not open a folder where one is missing.
     """
 
     def __init__(self, run: Run):
@@ -284,8 +284,8 @@ class _Retention:
         evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
         if run.replay_every:
-            # Also the newest checkpoint that a recompute check has passed. The check at the newest
-            # step itself runs after the save.
+            # Also the newest checkpoint from before the last recompute check, or at its step. The
+            # check at the newest step itself runs after the save.
             last_check = (steps[-1] - 1) // run.replay_every * run.replay_every
             kept.update([step for step in steps if step <= last_check][-1:])
         return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

@@ -171,7 +171,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     enable_compilation_cache()
     step, metrics = evaluators.score_held_out(experiment, run, args.checkpoint)
-    print(f"step {step}: {evaluators.summary(metrics)}")
+    print(f"step {step}: {evaluators.describe_evaluation(metrics)}")
     print(json.dumps({"step": step, **metrics}))
     return FINISHED
 

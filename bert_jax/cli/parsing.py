@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from absl.flags import argparse_flags
 
-from bert_jax import errors, foreign
+from bert_jax import errors, private_apis
 from bert_jax.errors import InputError
 
 
@@ -48,7 +48,7 @@ class Parser(argparse_flags.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        foreign.accept_negative_lists(self)  # values such as -4,-3, which look like flags
+        private_apis.accept_negative_lists(self)  # values such as -4,-3, which look like flags
         self.add_argument("--debug", action="store_true", help="show tracebacks of errors")
         groups: dict[str, Any] = {"": self}
         for argument in arguments:

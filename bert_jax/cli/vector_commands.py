@@ -96,7 +96,7 @@ def _load_embedder(
     from bert_jax.embeddings import embed
     from bert_jax.training import mesh as mesh_lib
 
-    features = embed.Features(
+    features = embed.VectorOptions(
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,

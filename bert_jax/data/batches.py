@@ -84,7 +84,7 @@ class BatchBuilder:
         np.put_along_axis(input_ids, a_end, self.ids.sep, 1)
         np.put_along_axis(input_ids, b_end, self.ids.sep, 1)
         text = real & (column > 0) & (column != a_end) & (column != b_end)
-        lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
+        lengths = pair.a_length + pair.b_length + pairs.NUM_SPECIALS
         return {
             **self._mask(masking.Rows(input_ids, text, lengths), draws, policy),
             "segment_ids": in_b.astype(np.int32),

@@ -27,7 +27,7 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
 # [CLS] A [SEP] B [SEP]
-SPECIAL_TOKENS = 3
+NUM_SPECIALS = 3
 
 # What half of the pairs are: pairs with B from another document, or with A and B swapped.
 PairKind = Literal["pairs", "swapped_pairs"]
@@ -90,7 +90,7 @@ def plan(
     `sequence_length` counts specials; `short_seq_prob` is the share of documents that are cut into
     shorter pairs.
     """
-    max_tokens = sequence_length - SPECIAL_TOKENS
+    max_tokens = sequence_length - NUM_SPECIALS
     document_offsets, total = stream.document_offsets, len(stream.sentence_offsets) - 1
     result, begin = [], 0
     for start in range(0, total, _BLOCK):
@@ -134,7 +134,7 @@ def sample(
         lengths = stream.sentence_offsets[sentence + 1] - stream.sentence_offsets[sentence]
         offsets = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
         targets = CounterDraws(key, documents).target_length(
-            sequence_length - SPECIAL_TOKENS, short_seq_prob
+            sequence_length - NUM_SPECIALS, short_seq_prob
         )
         block = _Block(sentence, offsets, np.repeat(ends, size), np.repeat(targets, size))
         chunks, _ = _chunks(stream, block, key, 0, kind)
@@ -274,7 +274,7 @@ def reference_pairs(
     bounds = stream.document_offsets.astype(np.int64)
     chunk = np.empty(1, chunk_dtype(stream))
     for first, last in itertools.pairwise(bounds):
-        target = draws.target_length(sequence_length - SPECIAL_TOKENS, short_seq_prob)
+        target = draws.target_length(sequence_length - NUM_SPECIALS, short_seq_prob)
         sentence = np.array([first])
         while sentence[0] < last:
             of_a, of_b = _split_chunks(offsets, sentence, np.array([last]), target, draws)
@@ -287,7 +287,7 @@ def reference_pairs(
 
 def truncated_lengths(rows: np.ndarray, sequence_length: int) -> np.ndarray:
     """Returns the lengths after `truncate`, specials included: ROW_DTYPE [B] -> int64 [B]."""
-    length = rows["a_length"].astype(np.int64) + rows["b_length"] + SPECIAL_TOKENS
+    length = rows["a_length"].astype(np.int64) + rows["b_length"] + NUM_SPECIALS
     return np.minimum(length, sequence_length)
 
 
@@ -297,7 +297,7 @@ def truncate(rows: np.ndarray, sequence_length: int, draws: Draws) -> Pairs:
     Each token is removed from the longer side (B in a tie), at the front or the end by a draw.
     """
     a_length, b_length = rows["a_length"].astype(np.int64), rows["b_length"].astype(np.int64)
-    total = np.maximum(a_length + b_length - (sequence_length - SPECIAL_TOKENS), 0)
+    total = np.maximum(a_length + b_length - (sequence_length - NUM_SPECIALS), 0)
     from_longer = np.minimum(total, np.abs(a_length - b_length))
     removals = Removals(a_length > b_length, from_longer, total - from_longer)
     a_front, b_front = draws.front_cuts(removals)

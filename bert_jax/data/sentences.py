@@ -21,7 +21,7 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
 # [CLS] and the last [SEP]; a [SEP] between documents is counted as text.
-SPECIAL_TOKENS = 2
+NUM_SPECIALS = 2
 
 # Sentences processed at once: few enough for the cache.
 _BLOCK = 1 << 15
@@ -45,13 +45,13 @@ def plan(
     A chunk is a row here, `of_a` the number of its sentences; `of_b` and `target` are 0. The
     `sequence_length` counts specials.
     """
-    if stream.tokens < sequence_length - SPECIAL_TOKENS:
+    if stream.tokens < sequence_length - NUM_SPECIALS:
         raise InputError(
             f"corpus: the {stream.tokens} tokens of a split do not fill a row of "
             f"{sequence_length}; give more text, change corpus.validation_share, or shorten rows "
             "(phases.N.sequence_length, data.eval_sequence_length)"
         )
-    max_tokens = sequence_length - SPECIAL_TOKENS
+    max_tokens = sequence_length - NUM_SPECIALS
     total = len(stream.sentence_offsets) - 1
     first_capacity = draws.CounterDraws(key, np.zeros(1, np.int64)).first_length(max_tokens)
     result, begin = [], 0
@@ -89,14 +89,14 @@ def sizes(
     offsets = np.asarray(stream.sentence_offsets).astype(np.int64)
     borders = stream.documents_of(stop - 1) - stream.documents_of(first)
     total = offsets[stop] - offsets[first] + borders
-    return np.minimum(total, sequence_length - SPECIAL_TOKENS), total
+    return np.minimum(total, sequence_length - NUM_SPECIALS), total
 
 
 def rows(
     stream: Stream, chunks: np.ndarray, sequence_length: int, pad: int, cls: int, sep: int
 ) -> FullSentences:
     """Builds rows of `plan`, [B], of S tokens; `pad`, `cls` and `sep` are ids."""
-    max_tokens = sequence_length - SPECIAL_TOKENS
+    max_tokens = sequence_length - NUM_SPECIALS
     offsets, bounds = np.asarray(stream.sentence_offsets), np.asarray(stream.document_offsets)
     first = chunks["sentence"].astype(np.int64)
     stop = first + chunks["of_a"]
@@ -126,7 +126,7 @@ def rows(
     positions = column - np.maximum.accumulate(begins, axis=1)
     text = real & (column > 0) & ~is_border & (column < last)
     return FullSentences(
-        Rows(input_ids, text, length + SPECIAL_TOKENS),
+        Rows(input_ids, text, length + NUM_SPECIALS),
         ((borders_before + 1) * real).astype(np.int32),
         (positions * real).astype(np.int32),
     )

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from bert_jax import errors, foreign
+from bert_jax import errors, private_apis
 from bert_jax import process as process_lib
 from bert_jax.distributed import rendezvous, slices
 from bert_jax.errors import InputError, Unavailable
@@ -35,10 +35,10 @@ _UNWIND_SECONDS = 10.0  # for a process to clean up after another one has failed
 _FAILURE_READ_SECONDS = 3.0  # for the other processes to read why process 0 ends
 _WAIT_POLL_MS = 1_000  # milliseconds between two checks for a failure while a process waits
 _WATCH_POLL_MS = 5_000  # milliseconds between two checks for a failure in the background
-_STOP_KEY = "RECEIVED_PREEMPTION_NOTICE"  # JAX's key after a process received SIGTERM
-# Errors of computations if another process, or the coordinator of the run, is gone.
+_STOP_KEY = "RECEIVED_PREEMPTION_NOTICE"  # JAX sets it when a process receives SIGTERM
+# Matches errors of computations after another process, or the coordinator of the run, has ended.
 _LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat")
-# Errors of computations if a device or its driver has failed, rather than the program.
+# Matches errors of computations if a device or its driver has failed, rather than the program.
 _BROKEN = re.compile(
     r"^(INTERNAL|DATA_LOSS|ABORTED|CANCELLED|UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED)\b"
 )
@@ -62,7 +62,7 @@ class Peers:
         self.number, self.count = number, count  # of this process, of all processes
         self.membership = membership  # the slices that train; None: a run of one slice
         self._store = store  # the client of JAX's key-value store; None for one process
-        self._limit = limit  # seconds to wait at a barrier
+        self._limit = limit  # seconds that one process may be late at a barrier, see `_gather`
         self._name = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None  # of another process
         self._shared_error: BaseException | None = None  # an error that all processes raise
@@ -88,16 +88,16 @@ class Peers:
         name = self._name if device.process_index == self.number else ""
         return self._gather(f"owner of device {device.id}", name, self._limit, _first_nonempty)
 
-    def exchange_errors(self, name: str, error: str, patience: float = 0.0) -> str:
-        """Waits for all processes; returns, on each, the error of the first process that has one.
+    def exchange_errors(self, name: str, error: str, extra_seconds: float = 0.0) -> str:
+        """Waits for all processes; returns the error of the lowest-numbered one that has an error.
 
-        `error` is that of this process, "" if none. All processes reach barriers in the same order.
-        At barrier `name` they wait `patience` seconds longer than usual, then raise Unavailable.
+        `error` is that of this process, "" if none. All must reach barriers in the same order.
+        At barrier `name` they wait `extra_seconds` longer than usual, then raise Unavailable.
         """
-        return self._gather(name, error, self._limit + patience, _first_nonempty)
+        return self._gather(name, error, self._limit + extra_seconds, _first_nonempty)
 
     def raise_first_error(self, name: str, error: str, kind: ErrorType = InputError) -> None:
-        """Raises the first error of all processes on all of them; see `exchange_errors`."""
+        """Raises the result of `exchange_errors` on all processes unless it is ""."""
         if first_error := self.exchange_errors(name, error):
             self._raise_shared(kind(first_error))
 
@@ -109,15 +109,15 @@ class Peers:
     def connect_devices(self, mesh: jax.sharding.Mesh) -> None:
         """Connects the CPU devices of all processes: sums a number over each group of mesh axes.
 
-        In the first computation over a group of devices, Gloo fails if a process starts 30 seconds
-        after another one; later computations wait. Compiling a step may take longer than that.
+        Gloo connects a group in its first computation, and fails if processes begin it 30 seconds
+        apart, as they might after compiling a step. Later computations wait without a limit.
         """
         if self.count == 1 or mesh.devices.flat[0].platform != "cpu":
             return
         axes, count = mesh.axis_names, len(mesh.axis_names)
         groups = [axes[i:j] for i in range(count) for j in range(i + 1, count + 1)]  # adjacent axes
 
-        def add() -> list[jax.Array]:
+        def add() -> list[jax.Array]:  # not of constants, which JAX adds without communication
             return [jax.lax.psum(1.0 + jax.lax.axis_index(group), group) for group in groups]
 
         replicated = jax.sharding.PartitionSpec()
@@ -126,16 +126,14 @@ class Peers:
         self.wait_at_barrier("devices", is_timed=True)
         jax.block_until_ready(compiled())
 
-    def report_slices(
-        self, timings: slices.Timings, report: Callable[[str], None]
-    ) -> dict[str, Any]:
-        """Reports missing slices; returns them for this start's line; {} for a run of one slice."""
+    def report_slices(self, timings: slices.Timings, log: Callable[[str], None]) -> dict[str, Any]:
+        """Logs missing slices; returns them for timings.jsonl, or {} if the run has no slices."""
         if self.membership is None:
             return {}
         slice_count, active_slices = self.membership.policy.slice_count, self.membership.slices
         since = slices.missing_since(timings, active_slices, slice_count, time.time())
-        report(slices.describe_missing(since, slice_count))
-        return {"slices": {"taken": active_slices, "missing_since": since}}
+        log(slices.describe_missing(since, slice_count))
+        return {"slices": {"taken": active_slices, "missing_since": since}}  # taken: they train
 
     def slices_to_admit(self, read_timings: Callable[[], slices.Timings], steps_left: int) -> str:
         """Returns the slices to restart with, such as "0, 3", or "" if the run should continue."""
@@ -195,7 +193,7 @@ class Peers:
 
     @contextlib.contextmanager
     def abort_together(self, clean_up: Callable[[], None]) -> Iterator[None]:
-        """Ends all processes without unwinding if one fails inside; each first calls `clean_up`.
+        """Ends all processes without unwinding if one fails inside; each calls `clean_up` last.
 
         The others may be in a computation that waits for the failed process forever.
         """
@@ -209,7 +207,7 @@ class Peers:
         self._unwind_seconds = _UNWIND_SECONDS
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all processes with the message and the exit code of the first that fails."""
+        """Ends all processes with the message and the exit code of the earliest failure."""
         failure = self._describe_failure(error)
         try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process failed first
@@ -238,7 +236,7 @@ class Peers:
             self.wait_at_barrier("end", is_timed=True)
             if self.is_primary:
                 self._set("failure", "null")  # no failure: ends `_watch` on all processes
-            # A thread that returns from the store while Python exits would abort the process.
+            # If `_watch` reads the store while Python exits, the process aborts.
             self._watch_thread.join(_FAILURE_READ_SECONDS)
 
     # --- the store ------------------------------------------------------------------------------
@@ -252,7 +250,7 @@ class Peers:
         self._barrier_uses[name] += 1  # a key of the store can be set only once
         key = f"{name}, {self._barrier_uses[name]}" if self._barrier_uses[name] > 1 else name
         self._set(f"{key}/{self.number}", message)
-        # Process 0 may arrive one limit after the others, so that they wait one limit longer.
+        # Process 0 waits for two limits, and the others for three, since it may be one limit late.
         start = time.monotonic()
         if self.is_primary:
             deadline = None if limit is None else start + 2 * limit
@@ -296,14 +294,14 @@ class Peers:
                     return  # the coordinator is gone; JAX ends this process
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such request
                     self._store.key_value_try_get(_STOP_KEY)
-                    retry.control.shorten()  # a run that must stop retries nothing for long
+                    retry.control.shorten()  # after SIGTERM, retries of storage give up early
         self._failure = json.loads(failure)
         if self._failure is not None:
             time.sleep(self._unwind_seconds)
             self._end(self._failure)
 
     def _end(self, failure: dict[str, Any]) -> NoReturn:
-        """Logs the failure and exits; process 0 exits last, because its store is read."""
+        """Logs the failure and exits; process 0 exits last, because the others read its store."""
         self._exit_lock.acquire()  # only one of two threads may exit; never released
         retry.control.shorten()
         process_lib.logger.error("%s", failure["line"])
@@ -315,7 +313,7 @@ class Peers:
                     self._get_once(f"left/{number}", round(seconds_left * 1000) + 1)
                 time.sleep(0.2)  # until the last of them has exited
             else:
-                self._set(f"left/{self.number}", "")  # this process has read the failure
+                self._set(f"left/{self.number}", "")  # this process has read the failure, and ends
         with contextlib.suppress(Exception):
             self._clean_up()  # last, because the main thread may still be writing files
         sys.stdout.flush()
@@ -337,7 +335,7 @@ def describe_lost_process(error: BaseException) -> str:
 def classify_fault(error: BaseException) -> BaseException:
     """Returns Unavailable for an error of a broken device or driver; else the error itself.
 
-    Errors of the compiler and a lack of memory are not faults: they would be raised again.
+    Errors of the compiler and a lack of memory are not faults: a new run would have them, too.
     """
     text = str(error)
     reason = text.split("\n")[0][:200]
@@ -356,7 +354,7 @@ def classify_fault(error: BaseException) -> BaseException:
 def connect_processes(
     wait_seconds: float = 0.0, fit_to_slices: rendezvous.FitToSlices = lambda *counts: True
 ) -> Iterator[Peers]:
-    """Connects the processes of this run while entered; must be called before JAX has devices.
+    """Connects the processes of this run inside the context; enter it before JAX has devices.
 
     For the arguments see `rendezvous.join_rendezvous`.
 
@@ -380,20 +378,22 @@ def connect_processes(
 
 def _connect(wait_seconds: float, fit_to_slices: rendezvous.FitToSlices) -> Peers:
     limit = read_seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVAL_SECONDS
-    process, membership, bind_address = rendezvous.read_process_info(), None, None
-    if process is None and not _is_tpu_host():
+    info, membership, bind_address = rendezvous.read_process_info(), None, None
+    if info is None and not _is_tpu_host():
         return Peers(0, 1, None, limit)
-    # JAX's service handles SIGTERM: `StopRequest` enables it once there is a state to save.
+    # JAX's handler of SIGTERM stays off until `StopRequest` enables it, with a state to save.
     jax.config.update("jax_enable_preemption_service", False)
-    if process is not None:
-        if "," in process.address:
-            membership = rendezvous.join_rendezvous(process, wait_seconds, limit, fit_to_slices)
-            process, bind_address = membership.process, membership.bind_address
+    if info is not None:
+        if "," in info.address:
+            membership = rendezvous.join_rendezvous(info, wait_seconds, limit, fit_to_slices)
+            info, bind_address = membership.info, membership.bind_address
         else:
-            rendezvous.wait_for_all(process, limit)
+            rendezvous.wait_for_all(info, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            *(process.address, process.count, process.number),
+            coordinator_address=info.address,
+            num_processes=info.process_count,
+            process_id=info.number,
             # If JAX detected SLURM, it would use one GPU per process, however many there are.
             cluster_detection_method="deactivate",
             initialization_timeout=round(limit),
@@ -401,7 +401,7 @@ def _connect(wait_seconds: float, fit_to_slices: rendezvous.FitToSlices) -> Peer
         )
     elif not _initialize_on_pod(limit):
         return Peers(0, 1, None, limit)
-    state = foreign.distributed_state()
+    state = private_apis.distributed_state()
     return Peers(state.process_id, state.num_processes, state.client, limit, membership)
 
 

@@ -1,9 +1,9 @@
 """Decides which slices of a run train, and when the run restarts with more of them.
 
 A run is configured for a number of slices, groups of equally many hosts. Some slices may be missing
-for hours. At a start the run takes as many of the slices that have arrived as it can divide its
-batches by: the active slices. Slices that arrive later wait, and the run restarts with them when
-that gains more steps than it costs.
+for hours. When it is launched, the run trains on the largest number of arrived slices by which its
+batch sizes are divisible; these are the active slices. Slices that arrive later wait, and the run
+restarts with them when that gains more steps than it costs.
 
 This module does not wait, read a clock or use sockets: `distributed.rendezvous` tells it which
 processes have arrived, and when. Times are in seconds, all by the same clock.
@@ -24,12 +24,12 @@ _LAUNCH_SECONDS = 90.0
 
 @dataclasses.dataclass(frozen=True)
 class SlicePolicy:
-    """The number of slices of a run, and for how long a start waits for them."""
+    """The number of slices of a run, and how long processes wait for them when it is launched."""
 
     slice_count: int  # slices that the run is configured for
     processes_per_slice: int
-    wait_seconds: float  # how long a start waits for the other slices once one is complete
-    give_up_seconds: float  # how much longer a process waits for the decision
+    wait_seconds: float  # for other slices, after all processes of the first one have arrived
+    decision_seconds: float  # how much longer a process waits for the decision which slices train
     is_usable: Callable[[int], bool]  # whether the run can train on this number of slices
 
     def largest_usable(self, count: int) -> int:
@@ -67,7 +67,7 @@ class Arrivals:
         return {slice_: max(times[slice_]) for slice_ in complete}
 
     def choose_slices(self, now: float) -> tuple[int, ...]:
-        """Returns the slices that train; () if too early, none are usable or another decides."""
+        """Returns the slices that train; () if another slice decides, or to wait for more."""
         complete = self.complete_slices()
         if self.is_decided or self.own_slice != min(complete, default=None):
             return ()
@@ -83,9 +83,9 @@ class Arrivals:
 def restart_pays_off(
     policy: SlicePolicy, active_count: int, waiting_count: int, seconds_to_stop: float, cost: float
 ) -> bool:
-    """Returns whether a restart with the waiting slices now gives more steps than training on.
+    """Returns whether restarting with the waiting slices gives more steps than continuing without.
 
-    In `seconds_to_stop` the run would stop anyway. A restart takes `cost` seconds without steps.
+    After `seconds_to_stop` the run will stop anyway. A restart takes `cost` seconds without steps.
     """
     count = policy.largest_usable(active_count + waiting_count)
     return (seconds_to_stop - cost) * count > seconds_to_stop * active_count
@@ -96,47 +96,47 @@ def adapt_experiment(
 ) -> Experiment | None:
     """Returns the experiment for `active_count` of its `slice_count` slices; None if impossible.
 
-    Batches stay the same. Each device's micro-batch stays as large as on all slices, or becomes
-    smaller to divide the batch. A slice splits its rows of a batch into `shards_per_slice` shards.
+    Batches keep their rows. Each slice splits its rows into `shards_per_slice` shards. A shard's
+    micro-batch has as many rows as on all slices, or fewer to divide the shard's rows evenly.
     """
     if active_count == slice_count:
         return experiment
     placement, optimizer = experiment.parallelism, experiment.optimizer
-    shards, mesh_slices = active_count * shards_per_slice, placement.slices
-    if mesh_slices > 1:  # shrinks in proportion; it may be another number than `slice_count`
-        mesh_slices, remainder = divmod(mesh_slices * active_count, slice_count)
+    shards, groups = active_count * shards_per_slice, placement.slices
+    if groups > 1:  # replica groups; a slice may hold several of them
+        groups, remainder = divmod(groups * active_count, slice_count)
         if remainder:
             return None
-    clips_groups = optimizer.clip == "per_replica"
-    if clips_groups and optimizer.reference_replicas % shards:
-        return None  # each group of rows that is clipped must be on one device
+    per_replica = optimizer.clip == "per_replica"
+    if per_replica and optimizer.reference_replicas % shards:
+        return None  # rows whose gradient is clipped together must be in one shard
     accumulation = []
     for number, phase in enumerate(experiment.phases):
         micro_batches = placement.accumulation_of(number)
-        # Rows of a micro-batch of a shard on all slices, then rows of a batch of a shard on these.
+        # Rows of a shard in a micro-batch on all slices, and in a batch on the active slices.
         max_rows = phase.batch_size // (slice_count * shards_per_slice * micro_batches)
         rows, remainder = divmod(phase.batch_size, shards)
         if remainder or not max_rows:
             return None
-        if not clips_groups:  # groups stay whole instead of being split into micro-batches
+        if not per_replica:  # which does not use `accumulation`: each replica is a micro-batch
             counts = (n for n in range(1, rows + 1) if rows % n == 0)
             micro_batches = next(n for n in counts if rows // n <= max_rows)
         accumulation.append(micro_batches)
-    changed = dataclasses.replace(placement, slices=mesh_slices, accumulation=tuple(accumulation))
+    changed = dataclasses.replace(placement, slices=groups, accumulation=tuple(accumulation))
     return dataclasses.replace(experiment, parallelism=changed)
 
 
 def missing_since(
     timings: Timings, active_slices: Iterable[int], slice_count: int, now: float
 ) -> dict[str, float]:
-    """Returns {missing slice: time of the first start without it}, in seconds since 1970.
+    """Returns {missing slice: time of the first start of its absence}, in seconds since 1970.
 
     `timings` are the earlier lines of timings.jsonl; those of starts have the key "slices".
     """
     since: dict[int, float] = {}
     starts = [(line["time"], line["slices"]["taken"]) for line in timings if "slices" in line]
-    for start_time, present in [*starts, (now, [*active_slices])]:
-        missing = {*range(slice_count)} - {*present}
+    for start_time, active in [*starts, (now, [*active_slices])]:
+        missing = {*range(slice_count)} - {*active}
         since = {slice_: since.get(slice_, start_time) for slice_ in sorted(missing)}
     return {str(slice_): start_time for slice_, start_time in since.items()}
 
@@ -156,11 +156,11 @@ def should_restart(
     now: float,
     steps_left: int,
 ) -> bool:
-    """Returns whether a run should stop now to restart with the waiting slices.
+    """Returns whether `restart_pays_off` by the times in `timings`, the lines of timings.jsonl.
 
-    `timings` are the lines of timings.jsonl. The time until the next stop for another reason is
-    estimated as the mean time between such stops so far; lines of stops for slices have the key
-    "for_slices". A restart costs as much as the last start. `now` is in seconds since 1970.
+    The next stop is expected after the mean time between earlier stops. Stops to admit slices do
+    not count; their lines have the key "for_slices". A restart costs as much as the last start, and
+    `now` is in seconds since 1970.
     """
     starts = [number for number, line in enumerate(timings) if line["kind"] == "start"]
     since_start = timings[starts[-1] :]
@@ -168,8 +168,8 @@ def should_restart(
     train_lines = [line for line in since_start if line["kind"] == "train"]
     steps = sum(line["steps"] for line in train_lines)
     seconds_per_step = (sum(line["seconds"] for line in train_lines) - compilation) / max(steps, 1)
-    other_stops = len(starts) - sum("for_slices" in line for line in timings)
-    mean_interval = max(now - timings[starts[0]]["time"], 0.0) / max(other_stops, 1)
+    intervals = len(starts) - sum("for_slices" in line for line in timings)
+    mean_interval = max(now - timings[starts[0]]["time"], 0.0) / max(intervals, 1)
     seconds_to_stop = min(mean_interval, seconds_per_step * steps_left)
     cost = _LAUNCH_SECONDS + since_start[0]["seconds"] + compilation
     return restart_pays_off(policy, active_count, waiting_count, seconds_to_stop, cost)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from bert_jax import foreign
+from bert_jax import private_apis
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import INTERRUPTED, UNAVAILABLE
@@ -43,7 +43,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if self._is_shared:  # JAX handles SIGTERM
             jax.config.update("jax_enable_preemption_service", True)
-            foreign.distributed_state().initialize_preemption_sync_manager()
+            private_apis.distributed_state().initialize_preemption_sync_manager()
         else:
             self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
         self._old_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)

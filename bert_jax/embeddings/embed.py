@@ -23,7 +23,7 @@ from bert_jax import system
 from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.embeddings import embedding_program, packing, vector_files
-from bert_jax.embeddings.embedding_program import Features
+from bert_jax.embeddings.embedding_program import VectorOptions
 from bert_jax.embeddings.forms import FORMS, TokenSelection, TokenVectors
 from bert_jax.embeddings.quantized import (
     SAMPLE_VECTORS,
@@ -75,7 +75,7 @@ class Embedder:
     def __init__(
         self,
         base: Base,
-        features: Features,
+        features: VectorOptions,
         mesh: jax.sharding.Mesh,
         max_length: int = 0,
         batch_tokens: int = 0,

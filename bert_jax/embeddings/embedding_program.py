@@ -20,8 +20,8 @@ from bert_jax.training import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Features:
-    """The settings of vectors: the hidden states they are made of, and how these are pooled."""
+class VectorOptions:
+    """The hidden states that become vectors, and how they are pooled."""
 
     # `mean`: the mean of all tokens with [CLS] and [SEP], as in sentence-transformers; `cls`: the
     # vector of [CLS]; `last`: the vector of the last token, [SEP]; `tokens`: one vector for each
@@ -47,7 +47,7 @@ def truncate_layers(depth: int, params: heads.Params) -> heads.Params:
 def build(
     model: Model,
     depth: int,
-    features: Features,
+    features: VectorOptions,
     layers: tuple[int, ...],
     form: str,
     mesh: jax.sharding.Mesh,

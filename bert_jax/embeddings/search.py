@@ -245,7 +245,7 @@ def answer_file(search: Search, queries: str, out: epath.Path) -> None:
 def _fingerprint(base: Base, embedder: Embedder) -> str:
     """Returns a hash of an encoder's weights, its tokenizer, and the embedder's settings."""
     chosen = embedder.features
-    # Written as before `length` became `normalize`, so that folders of vectors stay usable.
+    # Written with the names of former versions, so that folders of vectors stay usable.
     features = (
         f"Features(pooling={chosen.pooling!r}, layers={chosen.layers}, combine={chosen.combine!r}, "
         f"length={'unit' if chosen.normalize else 'as_is'!r}, dimensions={chosen.dimensions})"

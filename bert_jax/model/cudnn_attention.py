@@ -31,12 +31,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from bert_jax import foreign
+from bert_jax import private_apis
 from bert_jax.config import Model, Parallelism
-from bert_jax.foreign import CudnnInputs
 from bert_jax.model import attention
 from bert_jax.model.attention import MASKED_SCORE, Packing, Shared
 from bert_jax.model.encoder import half_window
+from bert_jax.private_apis import CudnnInputs
 
 # The first compute capability with fused attention, and that of the H100, where heads of 256 fit.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
@@ -44,7 +44,7 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str | None:
     """Returns why no layer can use cuDNN's attention on this device; None if layers can."""
-    if device.platform != "gpu" or foreign.cudnn_version() is None:
+    if device.platform != "gpu" or private_apis.cudnn_version() is None:
         return "the device is not an NVIDIA GPU"
     if parallelism.attention == "xla":
         return "parallelism.attention=xla"
@@ -126,7 +126,7 @@ def _attend(static: CudnnAttentionShape, *arrays: Any) -> jax.Array:
 
 def _attend_forward(static: CudnnAttentionShape, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     def run(blocks: QueryBlocks) -> tuple[jax.Array, jax.Array]:
-        context, sums = foreign.cudnn_attention(blocks.inputs(*arrays[:3]))
+        context, sums = private_apis.cudnn_attention(blocks.inputs(*arrays[:3]))
         return blocks.merge(jnp.swapaxes(sums, 1, 2)), blocks.merge(context)
 
     saved = _run_layer(static, arrays, run)
@@ -141,7 +141,7 @@ def _attend_backward(
 
     def run(blocks: QueryBlocks) -> tuple[jax.Array, ...]:
         own_sums, *own = map(blocks.split, (sums, context, gradient))
-        d_query, d_key, d_value = foreign.cudnn_attention_gradients(
+        d_query, d_key, d_value = private_apis.cudnn_attention_gradients(
             blocks.inputs(*arrays[:3]), jnp.swapaxes(own_sums, 1, 2), *own
         )
         return blocks.merge(d_query), blocks.merge_keys(d_key), blocks.merge_keys(d_value)

@@ -37,15 +37,13 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 
-# Number and lengths of the sentences from held-out documents, if `run.watch` is empty.
-_SENTENCES = 6
-_LENGTHS = range(8, 25)
-# Tokens that are logged for each [MASK].
-_TOP = 5
-# A smaller decrease of a score gives no warning.
-_LOST_SCORE = 0.01
-# The perplexity of a higher loss overflows.
-_HIGHEST_LOSS = 700.0
+# Number and lengths in tokens of the sample sentences from held-out documents. They are used if the
+# user gives no sentences in the setting `run.watch`.
+_SAMPLES = 6
+_SAMPLE_LENGTHS = range(8, 25)
+_TOP_TOKENS = 5  # number of most likely tokens that are logged for each [MASK]
+_MAX_SCORE_DROP = 0.01  # a probe whose score falls by more than this gives a warning
+_MAX_LOSS = 700.0  # the perplexity of a higher loss, exp(loss), would overflow
 
 
 def held_out_evaluators(
@@ -54,6 +52,7 @@ def held_out_evaluators(
     """Returns the evaluators of held-out rows and of sample predictions."""
     is_due = due_every(experiment.run.eval_every, experiment.total_steps)
     validation = corpus_lib.open_stream(corpus.folder, "validation")
+    # {model settings: sampler}; phases may differ in these settings. Causal models have no [MASK].
     samplers = {
         model: PredictionSampler(experiment.run.watch, model, corpus.tokenizer, validation)
         for model in {experiment.model_of(number) for number in range(len(experiment.phases))}
@@ -64,9 +63,10 @@ def held_out_evaluators(
         model = experiment.model_after(done)
         return samplers[model].sample(params, mesh) if model in samplers else {}
 
+    held_out = HeldOutRows.of(corpus, experiment, mesh)
     return (
-        Evaluator("evaluation", is_due, HeldOut.of(corpus, experiment, mesh).evaluate, summary),
-        Evaluator("predictions", is_due, sample, lambda line: "", "predictions"),
+        Evaluator("evaluation", is_due, held_out.evaluate, describe_evaluation),
+        Evaluator("predictions", is_due, sample, lambda line: "", file="predictions"),
     )
 
 
@@ -74,53 +74,52 @@ def held_out_evaluators(
 
 
 @dataclasses.dataclass
-class HeldOut:
-    """The evaluation rows of an experiment on a mesh, and their baselines."""
+class HeldOutRows:
+    """The held-out rows on which an experiment is evaluated, and their baselines."""
 
     experiment: Experiment
     mesh: jax.sharding.Mesh
     batches: list[batches_lib.Batch]  # see data.batches.eval_batches
     rows: int  # number of rows that are not padding
-    # Nats per predicted token, by the frequencies in the training split (one added to each).
+    # The unigram baseline in nats per predicted token; its counts have add-one smoothing.
     unigram_loss: float
-    majority: float | None  # share of the more frequent label of pairs; None without pairs
+    majority: float | None  # the majority baseline of pairs; None without pairs
 
     @classmethod
     def of(
         cls, corpus: PreparedCorpus, experiment: Experiment, mesh: jax.sharding.Mesh
-    ) -> "HeldOut":
+    ) -> "HeldOutRows":
         """Builds the rows and computes the baselines."""
         data, shards = experiment.data, mesh_lib.batch_shards(mesh)
-        size = -(-experiment.run.eval_batch_size // shards) * shards
+        batch_size = -(-experiment.run.eval_batch_size // shards) * shards  # rounded up
         train, validation = (corpus_lib.open_stream(corpus.folder, split) for split in SPLITS)
-        batches, rows = batches_lib.eval_batches(validation, corpus.ids, data, size)
+        batches, rows = batches_lib.eval_batches(validation, corpus.special_ids, data, batch_size)
         counts = train.unigrams + 1
         if data.objective == "causal":  # also predicts [SEP] at the ends of documents and rows
-            rows_of_text = len(train.ids) // (data.eval_sequence_length - sentences.SPECIAL_TOKENS)
-            counts[corpus.ids.sep] += len(train.document_offsets) - 1 + rows_of_text
+            num_rows = len(train.ids) // (data.eval_sequence_length - sentences.NUM_SPECIALS)
+            counts[corpus.special_ids.sep] += len(train.document_offsets) - 1 + num_rows
         nats = -np.log(counts / counts.sum())
         weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
         labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])
         majority = None
         if "next_sentence_labels" in batches[0]:
             labels_of_rows = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
-            random = sum(float(ones.sum()) for ones in labels_of_rows)
-            majority = max(random / rows, 1 - random / rows)
+            negatives = sum(float(ones.sum()) for ones in labels_of_rows)  # B random, or swapped
+            majority = max(negatives / rows, 1 - negatives / rows)
         unigram_loss = float((nats[labels] * weights).sum() / weights.sum())
         return cls(experiment, mesh, batches, rows, unigram_loss, majority)
 
     def evaluate(self, params: Any, done: int) -> dict[str, float]:
         """Returns the mean metrics of the parameters after `done` steps.
 
-        The metrics are those of the experiment's objective in all phases, so that they are
-        comparable; `loss` is the sum of its losses. Adds `unigram_loss` if tokens are predicted,
-        `perplexity` for causal models, and for pairs the majority baseline and the standard error
-        of the accuracy.
+        All phases are scored by `data.objective`, even those that train another objective, so that
+        their metrics are comparable. `loss` is the sum of the objective's losses. Adds
+        `unigram_loss` if tokens are predicted, `perplexity` for causal models, and for pairs the
+        majority baseline (`_majority`) and the standard error (`_error`) of the accuracy.
         """
         experiment, mesh = self.experiment, self.mesh
-        objective = objective_lib.pretraining_objective(
-            experiment.model_for_scoring(done), experiment.data
-        )
+        model = experiment.model_for_scoring(done)  # attends in the direction of data.objective
+        objective = objective_lib.pretraining_objective(model, experiment.data)
         sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
         sums = feed.put(sums, mesh_lib.replicated(mesh))
         eval_step = step.make_eval_step(objective, experiment.parallelism, mesh)
@@ -130,18 +129,18 @@ class HeldOut:
         line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
         if losses.find_task(scores, losses.TOKENS):
             line["unigram_loss"] = self.unigram_loss
-        if "next_piece_loss" in scores:
-            line["perplexity"] = math.exp(min(scores["next_piece_loss"], _HIGHEST_LOSS))
-        pairs = losses.find_task(scores, losses.PAIRS)
-        if pairs and self.majority is not None:
-            accuracy = scores[f"{pairs}_accuracy"]
-            line[f"{pairs}_majority"] = self.majority
-            line[f"{pairs}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / self.rows)
+        if "next_piece_loss" in scores:  # the next-token loss of a causal model
+            line["perplexity"] = math.exp(min(scores["next_piece_loss"], _MAX_LOSS))
+        pair_task = losses.find_task(scores, losses.PAIRS)
+        if pair_task and self.majority is not None:
+            accuracy = scores[f"{pair_task}_accuracy"]
+            line[f"{pair_task}_majority"] = self.majority
+            line[f"{pair_task}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / self.rows)
         return line | {"rows": self.rows}
 
 
-def summary(line: dict[str, Any]) -> str:
-    """Returns a line of text about an evaluation."""
+def describe_evaluation(line: dict[str, Any]) -> str:
+    """Returns a line of text about an evaluation of held-out rows."""
     parts = [f"held-out loss {line['loss']:.3f}"]
     if task := losses.find_task(line, losses.TOKENS):
         (loss, accuracy), unigram = losses.token_metrics(line), line["unigram_loss"]
@@ -165,20 +164,18 @@ def summary(line: dict[str, Any]) -> str:
 
 
 def score_held_out(
-    experiment: Experiment, run: Workdir, checkpoint: str
+    experiment: Experiment, workdir: Workdir, checkpoint: str
 ) -> tuple[int, dict[str, float]]:
     """Returns the step of a run's checkpoint and its metrics on the held-out rows.
 
-    Args:
-      experiment: the run's experiment; fields of placement may differ.
-      run: the workdir, opened with the corpus.
-      checkpoint: `newest`, `best`, or a step.
+    The placement fields of `experiment` may differ from the run's (see docs/glossary.md). `workdir`
+    needs the path of the corpus (`with_corpus`). `checkpoint` is `newest`, `best`, or a step.
     """
-    # The run's parallelism is for the devices of its training.
+    # The run's own parallelism is for the devices that trained it.
     experiment = dataclasses.replace(experiment, parallelism=Parallelism())
-    corpus, mesh = PreparedCorpus.open(run.corpus), mesh_lib.make_mesh(Parallelism())
-    params, done = load_params(experiment, run, corpus, mesh, checkpoint)
-    return done, HeldOut.of(corpus, experiment, mesh).evaluate(params, done)
+    corpus, mesh = PreparedCorpus.open(workdir.corpus), mesh_lib.make_mesh(Parallelism())
+    params, done = load_params(experiment, workdir, corpus, mesh, checkpoint)
+    return done, HeldOutRows.of(corpus, experiment, mesh).evaluate(params, done)
 
 
 # --- sample predictions -------------------------------------------------------------------------
@@ -193,28 +190,29 @@ class MaskedSentence(NamedTuple):
 
 
 class PredictionSampler:
-    """Sentences whose masked tokens a run predicts: `run.watch`, or some of held-out documents."""
+    """Predictions for sample sentences: for `texts`, or if empty, for held-out sentences."""
 
     def __init__(
         self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
     ):
         self._predictor, self._tokenizer = Predictor(model, tokenizer), tokenizer
-        longest = model.max_position_embeddings - 2  # without [CLS] and [SEP]
-        self._sentences = [] if texts else mask_sentences(validation, tokenizer, longest)
+        limit = model.max_position_embeddings - 2  # without [CLS] and [SEP]
+        self._sentences = [] if texts else mask_sentences(validation, tokenizer, limit)
         for number, text in enumerate(texts):
             ids, field = self._predictor.encode(text), f"run.watch[{number}]"
             if MASK not in text:
                 raise InputError(f"{field}={text!r}: write {MASK} in place of a word to predict")
-            if len(ids) > longest:
-                raise InputError(f"{field}: {len(ids)} tokens; the model reads {longest} at most")
+            if len(ids) > limit:
+                raise InputError(f"{field}: {len(ids)} tokens; the model reads {limit} at most")
             self._sentences.append(MaskedSentence(ids, text, None))
 
     def sample(self, params: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-        """Predicts the masked tokens with the parameters of a run, on process 0.
+        """Predicts the masked tokens with the parameters of a run; all processes must call it.
 
         Returns:
-          `sentences`, unless it is empty. Each has its `text`, in `masks` the most likely tokens of
-          each [MASK] and, if known, the original token `truth` and its `truth_probability`.
+          {"sentences": [...]}, with these keys for each sentence: `text`; `masks`, the most likely
+          tokens for each [MASK]; and, if the original token is known, `truth`, which is the token,
+          and `truth_probability`. Returns {} on processes other than 0, and without sentences.
         """
         if "masked_lm" not in params:  # a custom objective may have no such head
             return {}
@@ -225,7 +223,7 @@ class PredictionSampler:
 
     def _predict(self, params: Any, sentence: MaskedSentence) -> dict[str, Any]:
         probs, _ = self._predictor.probabilities(params, sentence.ids, None)
-        masks = [self._predictor.top_tokens(p, _TOP) for p in probs]
+        masks = [self._predictor.top_tokens(p, _TOP_TOKENS) for p in probs]
         line: dict[str, Any] = {"text": sentence.text, "masks": masks}
         if sentence.truth is not None:
             line["truth"] = self._tokenizer.token(sentence.truth)
@@ -234,7 +232,7 @@ class PredictionSampler:
 
 
 def gather_on_primary(params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Gathers the parameters on one device of process 0. All processes call it; others get None.
+    """Returns parameters on one device of process 0, None elsewhere; all processes must call it.
 
     Gathers array by array: each of the other devices holds one whole array at a time.
     """
@@ -250,31 +248,31 @@ def gather_on_primary(params: Any, mesh: jax.sharding.Mesh) -> Any:
     return None if jax.process_index() else gathered
 
 
-def mask_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[MaskedSentence]:
-    """Returns up to six sentences, from documents all over the split, each with one masked word.
+def mask_sentences(validation: Stream, tokenizer: Tokenizer, limit: int) -> list[MaskedSentence]:
+    """Returns up to six sentences from documents all over the split, each with one masked word.
 
-    Each has at most `longest` tokens, without [CLS] and [SEP].
+    A sentence has at most `limit` tokens, without [CLS] and [SEP].
     """
     documents = len(validation.document_offsets) - 1
-    sentences: list[MaskedSentence] = []
-    for number in range(_SENTENCES):
-        document = documents * number // _SENTENCES
+    samples: list[MaskedSentence] = []
+    for number in range(_SAMPLES):
+        document = documents * number // _SAMPLES
         first, last = validation.document_offsets[document : document + 2].tolist()
-        # Starts in the middle, since texts begin with titles and formulas.
+        # Starts in the middle of the document, since many begin with titles and boilerplate.
         for index in range((first + last) // 2, last):
             start, end = validation.sentence_offsets[index : index + 2].tolist()
-            if end - start not in _LENGTHS or end - start > longest:
+            if end - start not in _SAMPLE_LENGTHS or end - start > limit:
                 continue
-            sentence = _mask_word(validation.ids[start:end].tolist(), tokenizer)
-            if sentence is not None and sentence not in sentences:
-                sentences.append(sentence)
+            sample = _mask_word(validation.ids[start:end].tolist(), tokenizer)
+            if sample is not None and sample not in samples:
+                samples.append(sample)
                 break
-    return sentences
+    return samples
 
 
 def _mask_word(ids: list[int], tokenizer: Tokenizer) -> MaskedSentence | None:
     """Masks the longest word that is one token; returns None if the sentence is unsuitable."""
-    continues = [*(tokenizer.continues[i] for i in ids), False]
+    continues = [*(tokenizer.continues[i] for i in ids), False]  # the word of the token before
     words = [i for i in range(len(ids)) if not (continues[i] or continues[i + 1])]
     position = max(words, key=lambda i: len(tokenizer.token(ids[i])), default=None)
     if position is None or tokenizer.unk_id in ids:
@@ -293,69 +291,71 @@ def probe_evaluator(
     experiment: Experiment,
     tokenizer: Tokenizer,
     mesh: jax.sharding.Mesh,
-    read_vectors: Callable[[], TextVectors | None],
+    get_vector_settings: Callable[[], TextVectors | None],
     metrics: epath.Path,
 ) -> Evaluator:
-    """Returns the evaluator of `probes`, a `tasks.probes.Probes`.
+    """Returns the evaluator of `probes`, a `tasks.probes.Probes`: tasks that measure the encoder.
 
-    `read_vectors` returns the settings for text vectors of the run's base, which the run knows only
-    when it has its state. `metrics` is the run's metrics.jsonl.
+    `get_vector_settings` returns how the run's base makes text vectors, which is known only after
+    the run has loaded its state. `metrics` is the run's metrics.jsonl.
     """
     setup = tokenizer, experiment.parallelism, mesh, experiment.run.eval_batch_size
 
     @functools.lru_cache(maxsize=1)  # prepares the probes again if an argument changes
-    def prepare_probes(model: Model, vectors: TextVectors | None) -> int:
-        return probes.prepare(model, *setup, vectors)
+    def prepare_probes(model: Model, vector_settings: TextVectors | None) -> int:
+        return probes.prepare(model, *setup, vector_settings)
 
     def evaluate_probes(params: Any, done: int) -> dict[str, Any]:
-        prepare_probes(experiment.model_after(done), read_vectors())
+        prepare_probes(experiment.model_after(done), get_vector_settings())
         return probes.evaluate(params)
 
     def describe(line: dict[str, Any]) -> str:
         scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
         warning, base = "", experiment.init_from
-        if base and "similar" in line and line["step"]:
+        if base and "similar" in line and line["step"]:  # has probes of similarity
             warning = similarity_warning(line, JsonLines(metrics).read(), base)
         return f"probes: {', '.join(scores)}{warning}"
 
-    is_due = _probe_schedule(experiment, prepare_probes(experiment.model_of(0), read_vectors()))
+    # Prepares the probes for the first time, because the schedule depends on their cost.
+    flops_per_evaluation = prepare_probes(experiment.model_of(0), get_vector_settings())
+    is_due = _probe_schedule(experiment, flops_per_evaluation)
     return Evaluator("probes", is_due, evaluate_probes, describe, time_category="probes")
 
 
 def similarity_warning(line: dict[str, Any], lines: list[dict[str, Any]], base: str) -> str:
     """Returns a suffix for a message if probes of similarity score lower than at step 0.
 
-    `line` is the newest of metrics.jsonl, `lines` are those before. New probes are not compared.
+    In metrics.jsonl `line` follows `lines`. Probes without a score at step 0 are skipped.
     """
     first = next((x["scores"] for x in lines if x["kind"] == "probes" and x["step"] == 0), {})
     warnings = (
         f"; {name} was {first[name]:.4f} in {base}: training makes its text vectors worse; "
         "docs/howto/train-text-vectors.md tells how to restore them"
         for name in line["similar"]
-        if name in first and line["scores"][name] < first[name] - _LOST_SCORE
+        if name in first and line["scores"][name] < first[name] - _MAX_SCORE_DROP
     )
     return "".join(warnings)
 
 
-def _probe_schedule(experiment: Experiment, operations: int) -> Callable[[int], bool]:
-    """Returns an `is_due` of probes, an evaluation of which takes so many operations.
+def _probe_schedule(experiment: Experiment, flops_per_evaluation: int) -> Callable[[int], bool]:
+    """Returns the `is_due` of probes: whether they are due after a number of steps.
 
     They are due before the first step, after the last, and as `run.probe_share` allows.
     """
 
-    def allowed(done: int) -> int:
-        """Returns how many evaluations of probes fit into the share of so many steps."""
-        trained = 0
+    def count_affordable(done: int) -> int:
+        """Returns how many evaluations the share of the operations of `done` steps pays for."""
+        training_flops = 0
         for phase in experiment.phases:
             steps = min(done, phase.steps)
             done -= steps
-            trained += steps * flops.phase_flops(experiment.model, phase)
-        return int(experiment.run.probe_share * trained / operations)
+            training_flops += steps * flops.phase_flops(experiment.model, phase)
+        return int(experiment.run.probe_share * training_flops / flops_per_evaluation)
 
     def is_due(done: int) -> bool:
         if done in (0, experiment.total_steps):
             return True
         every = experiment.run.eval_every
-        return done % every == 0 and allowed(done) > allowed(done - every)
+        return done % every == 0 and count_affordable(done) > count_affordable(done - every)
 
     return is_due

@@ -1,7 +1,7 @@
 """A trained model, loaded from a run or a base, and its predictions for texts.
 
 Shape letters: B rows, S tokens of a text with [CLS] and [SEP], D width, H heads, L layers, P masked
-positions of a row, V vocabulary, W width of vectors (D for each layer).
+positions of a row, V vocabulary, W width of a vector: D times the number of concatenated layers.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.checkpoints.load import Checkpoints, Restored
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.embeddings import embed as embed_lib
-from bert_jax.embeddings.embed import Embedder, Features, TextRole
+from bert_jax.embeddings.embed import Embedder, TextRole, VectorOptions
 from bert_jax.errors import InputError, require_choice
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
@@ -46,32 +46,28 @@ _REMEDIES = {
     "masked_lm": "import weights with this head; `bert-jax embed` and `finetune` do without it",
     "next_sentence": "remove the second text, or use a model of data.objective=mlm_nsp or mlm_sop",
 }
-# Texts are padded to a multiple of this, so that lengths share compiled programs.
-_LENGTH_STEP = 32
+_LENGTH_STEP = 32  # texts are padded to a multiple of this, to share compiled programs
 
 
 @dataclasses.dataclass
 class Prediction:
     """The model's predictions for a text."""
 
-    # For each [MASK] in order, the most likely tokens with their probabilities.
-    masks: list[list[tuple[str, float]]]
-    is_next: float | None  # probability that B follows A; None without B
+    masks: list[list[tuple[str, float]]]  # most likely (token, probability) for each [MASK]
+    is_next: float | None  # probability that the second text follows the first; None without it
 
 
 @functools.lru_cache
 def logits_fn(model: Model) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Array]]:
     """Compiles (parameters, batch) -> logits of both heads; see `heads.pretraining_logits`."""
+    # `noise` is the key of dropout, `loop` how the layers run.
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 
 
 def pad_row(
     ids: Sequence[int] | np.ndarray, pad_id: int, model: Model
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a text with padding, int32 [1, S + padding], and their mask, bool.
-
-    Raises InputError if the text is too long for the model.
-    """
+    """Returns a text's token ids with padding, int32 [1, S + padding], and their mask, bool."""
     limit = model.max_position_embeddings
     if len(ids) > limit:
         raise InputError(f"text of {len(ids)} tokens; the model reads {limit} at most")
@@ -82,14 +78,14 @@ def pad_row(
 
 
 class Predictor:
-    """Predicts with a model's heads and tokenizer; parameters are given with each text."""
+    """Predicts masked tokens and next texts; each call takes the parameters, which may change."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self._model, self._tokenizer = model, tokenizer
         self._logits = logits_fn(model)
 
     def predict(self, params: Any, a: str, b: str | None, top: int) -> Prediction:
-        """Predicts the `top` most likely tokens of every [MASK] of A and B."""
+        """Predicts the `top` most likely tokens of every [MASK] in texts `a` and `b`."""
         second = None if b is None else self.encode(b)
         probs, is_next = self.probabilities(params, self.encode(a), second)
         return Prediction([self.top_tokens(p, top) for p in probs], is_next)
@@ -105,8 +101,8 @@ class Predictor:
         """Returns the model's predictions for token ids without [CLS] and [SEP].
 
         Returns:
-          float32 [masks, vocabulary] for the [MASK]s of A and B in order; the probability that B
-          follows A, None without B.
+          float32 [masks, vocabulary] for the [MASK]s of `a` and `b` in order; the probability that
+          `b` follows `a`, None without `b`.
         """
         if self._model.direction != "both":
             raise InputError(
@@ -115,8 +111,9 @@ class Predictor:
                 "mlm_nsp, mlm_sop or mlm"
             )
         tok = self._tokenizer
-        ids, before_second = add_special_tokens(tok, a, b)
-        first_length = first_segment_length(tok, ids, before_second)  # all, if it has one segment
+        ids, second_start = add_special_tokens(tok, a, b)
+        # The whole row for tokenizers that give both texts the same segment.
+        first_length = first_segment_length(tok, ids, second_start)
         row, mask = pad_row(ids, tok.pad_id, self._model)
         positions = np.flatnonzero(ids == tok.mask_id)
         # At least one, and a multiple of 8 so that texts share compiled programs.
@@ -136,25 +133,24 @@ class Predictor:
         """Returns the token ids of a text; "[MASK]" in it becomes the mask token."""
         *before, last = text.split(MASK)
         ids: list[int] = []
-        for part in before:  # a blank before [MASK] belongs to the token to predict
+        for part in before:  # the space before [MASK] is a part of the predicted token
             ids += [*self._tokenizer.encode(part.rstrip()), self._tokenizer.mask_id]
         return ids + self._tokenizer.encode(last)
 
 
 @dataclasses.dataclass(repr=False)
 class LoadedModel(Base):
-    """A model with its weights on one device, its origin, and methods for texts.
+    """A run's model or a base, with its weights on one device, and methods for texts.
 
-    For a run, `source` is "", and `vectors` has the settings of the base that the run started from.
+    Both have the fields of `Base`. A run's `source` is "", and its `vectors` are its base's.
     """
 
     name: str = ""  # of the run, the base or the folder
     step: int = 0  # of the checkpoint; 0 for a base
     experiment: Experiment | None = None  # of the run; None for a base
     manifest: dict[str, Any] | None = None  # of the run's corpus; None for a base
-    # The line of metrics.jsonl of this step; None if there is none.
-    evaluation: dict[str, Any] | None = None
-    idle: tuple[str, ...] = ()  # parts that no phase of the run has trained up to this step
+    evaluation: dict[str, Any] | None = None  # the line of metrics.jsonl of this step, if any
+    idle: tuple[str, ...] = ()  # parts of the weights that no phase has trained up to this step
 
     @classmethod
     def of(
@@ -163,18 +159,19 @@ class LoadedModel(Base):
         """Reads a base, or a checkpoint of a run.
 
         Args:
-          workdir: the workdir of a run; or the folder of a base, opened like a workdir.
+          workdir: the workdir of a run; or the folder of a base, opened like a workdir. Its files
+            are in `root` on this machine; messages name `address`, which may be in a bucket.
           content: the parts of a checkpoint to read.
           checkpoint: for a run `newest`, `best`, or a step.
         """
         if base_lib.is_base(workdir.root):
-            _require_newest(workdir.address, checkpoint)
+            _reject_checkpoint_choice(workdir.address, checkpoint)
             return cls.load_base(base_lib.read(workdir.root), workdir.address.name)
         experiment = load_experiment(workdir)
         workdir = workdir.with_corpus(experiment.run.corpus_dir)
         prepared = PreparedCorpus.open(workdir.corpus)
         names, moments = ("params",), None
-        if content == "with_moments":
+        if content == "with_moments":  # asked for by `bert-jax import RUN --with-optimizer`
             names = "params", "optimizer"
             if experiment.optimizer.name != "bert_adam":
                 raise InputError(
@@ -188,8 +185,8 @@ class LoadedModel(Base):
             adam = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, adam.mu, adam.nu)
         params, fresh = heads.add_missing_heads(experiment.model, state["params"])
-        last_phase, _ = experiment.phase_at(max(done - 1, 0))  # the phase of step `done`
-        objectives = (objective.make_objective(experiment, i) for i in range(last_phase + 1))
+        phase_index, _ = experiment.phase_at(max(done - 1, 0))  # of the last finished step
+        objectives = (objective.make_objective(experiment, i) for i in range(phase_index + 1))
         idle = set.intersection(*(set(getattr(each, "idle", ())) for each in objectives))
         return cls(
             experiment.model_after(done),  # a phase may have its own direction and rotary base
@@ -197,7 +194,7 @@ class LoadedModel(Base):
             prepared.tokenizer,
             fresh=fresh,
             moments=moments,
-            vectors=base_lib.read_vectors(restored.metadata.get("notes", {})),
+            vectors=base_lib.read_vectors(restored.metadata.get("notes", {})),  # see `Job.notes`
             name=experiment.name,
             step=done,
             experiment=experiment,
@@ -236,13 +233,13 @@ class LoadedModel(Base):
         """Predicts the most likely tokens of every [MASK].
 
         Args:
-          text: A, with any number of [MASK]s; or a list of such texts.
-          next_text: B, to predict whether it follows A; or a list with one for each A.
+          text: a text with any number of [MASK]s, or a list of such texts.
+          next_text: a second text, to predict whether it follows the first; or a list of these.
           top: the number of tokens for each [MASK].
 
         Returns:
           `masks`, a list of (token, probability) for each [MASK], and `is_next`, the probability
-          that B follows A, None without B. For a list of texts, a list of these.
+          that `next_text` follows `text`, None without it. For a list of texts, a list of these.
         """
         firsts = list_texts(text, "text")
         seconds = [None] * len(firsts) if next_text is None else list_texts(next_text, "next_text")
@@ -283,16 +280,15 @@ class LoadedModel(Base):
         normalize: bool | None = None,
         role: TextRole = "document",
     ) -> Floats:
-        """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
+        """Returns the vector of each text, float32 [texts, W].
 
-        A model of sparse vectors returns a `csr_array` [texts, V] instead, and one of vectors of
-        tokens `TokenVectors`, see `embeddings.forms`. (The type is that of all other models.)
-
+        A model of sparse vectors returns a `csr_array` [texts, V] instead; a multi-vector model
+        returns `TokenVectors`, see `embeddings.forms`. The annotated type is for other models.
         Texts are truncated to the maximum length of the run or the base.
 
         Args:
           texts: one or several.
-          pooling: the mean of the vectors of all tokens, or the vector of [CLS] or of the last
+          pooling: the mean of the hidden states of all tokens, or the state of [CLS] or of the last
             token; None: as the run or base has it, else the mean.
           layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
             The vectors of several layers are concatenated.
@@ -301,12 +297,12 @@ class LoadedModel(Base):
         """
         require_choice("pooling", pooling, (None, "mean", "cls", "last"))
         require_choice("role", role, typing.get_args(TextRole))
-        features = Features(pooling=pooling, layers=tuple(layers), normalize=normalize)
-        embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
+        options = VectorOptions(pooling=pooling, layers=tuple(layers), normalize=normalize)
+        embedder = Embedder(self, options, mesh_lib.make_mesh(Parallelism()))
         parts = [part.vectors for part in embedder.embed(list_texts(texts), role)]
         if not parts:
             return np.empty((0, embedder.width), np.float32)
-        return embedder.form.concatenate(parts)
+        return embedder.form.concatenate(parts)  # by the form: dense, sparse or multi-vector
 
     def attention(self, text: str) -> tuple[list[str], Floats]:
         """Returns a text's tokens, with [CLS] and [SEP], and the attention between them.
@@ -331,7 +327,7 @@ class LoadedModel(Base):
 
         Returns:
           float32 [B, P, V] for masked tokens, where V is rounded up to a multiple of 1,024, and
-          [B, 2] for "B follows A" and "B is random".
+          [B, 2]: that the second text of a row follows the first, and that it is random.
         """
         return logits_fn(self.model)(params, batch)
 
@@ -342,10 +338,9 @@ class LoadedModel(Base):
     @functools.cached_property
     def _layers_program(self) -> Callable[..., jax.Array]:
         def run(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-            encoder, segment_ids = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
-            hidden = encode(
-                encoder, self.model, ids, segment_ids, mask, noise=None, loop=Loop(), outputs="all"
-            )
+            encoder = heads.merge(self.model, params).encoder
+            inputs = ids, jnp.zeros_like(ids), mask  # all tokens are of the first segment
+            hidden = encode(encoder, self.model, *inputs, noise=None, loop=Loop(), outputs="all")
             return hidden[:, 0].astype(jnp.float32)  # of the only row
 
         return jax.jit(run)
@@ -371,7 +366,7 @@ def list_texts(texts: Texts, name: str = "texts") -> list[str]:
 
 
 def list_inputs(inputs: Iterable[str | Sequence[str]]) -> list[str | Sequence[str]]:
-    """Returns inputs of a task, each a text or a sequence of texts, as a list; a text is one."""
+    """Returns a task's inputs, texts or sequences of texts, as a list; one text is one input."""
     if isinstance(inputs, str) or not isinstance(inputs, Iterable):
         return [*list_texts(inputs)]
     return list(inputs)
@@ -389,12 +384,9 @@ def load_params(
     mesh: jax.sharding.Mesh,
     checkpoint: str = "newest",
 ) -> tuple[Any, int]:
-    """Returns the parameters of a run's checkpoint, replicated over the mesh, and its step.
-
-    The step of a base is 0.
-    """
+    """Returns the parameters of a run or base, replicated over the mesh, and the step (base: 0)."""
     if base_lib.is_base(workdir.root):
-        _require_newest(workdir.root, checkpoint)
+        _reject_checkpoint_choice(workdir.root, checkpoint)
         base = base_lib.read(workdir.root)
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
@@ -403,7 +395,8 @@ def load_params(
     return restored.state["params"], restored.step
 
 
-def _require_newest(folder: epath.Path, checkpoint: str) -> None:
+def _reject_checkpoint_choice(folder: epath.Path, checkpoint: str) -> None:
+    """Raises InputError if the user has chosen a checkpoint of a base, which has none."""
     if checkpoint != "newest":
         raise InputError(f"--checkpoint {checkpoint}: {folder} is a base; remove --checkpoint")
 
@@ -417,15 +410,16 @@ def _read_checkpoint(
     checkpoint: str,
 ) -> Restored:
     """Returns parts of a checkpoint's state, replicated over the mesh."""
-    saved = Checkpoints(workdir.checkpoints)
-    saved_experiment = saved.experiment(saved.find_step("newest"))
-    if changed := config.differences(saved_experiment, experiment, "identity"):
+    checkpoints = Checkpoints(workdir.checkpoints)
+    # The newest one has the current settings, which `extend` may have changed after older ones.
+    saved_experiment = checkpoints.experiment(checkpoints.find_step("newest"))
+    if changed := config.differences(saved_experiment, experiment, role="identity"):
         raise InputError(
             f"{workdir.address}: was trained with other settings ({'; '.join(changed)})"
         )
     pretraining = objective.pretraining_objective(experiment.model, experiment.data)
     abstract = step.abstract_state(pretraining, experiment.optimizer, Parallelism(), mesh)
-    restored = saved.read(checkpoint, {name: abstract[name] for name in names})
+    restored = checkpoints.restore_by_name(checkpoint, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)
     return restored
 

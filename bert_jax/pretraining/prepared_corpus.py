@@ -1,4 +1,4 @@
-"""A prepared corpus, opened on this machine, and the training batches that are made of it."""
+"""A prepared corpus, opened on this machine, and the training batches that are made from it."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ class PreparedCorpus:
     folder: epath.Path  # on this machine
     manifest: dict[str, Any]  # the sources and settings of the corpus
     tokenizer: Tokenizer  # the tokenizer that it was prepared with
-    ids: batches.Ids  # of the tokenizer
-    # `_stamps()` when batches were first requested; empty before.
+    special_ids: batches.Ids  # of the tokenizer: [PAD], [CLS], [SEP], [MASK]
+    # The result of `_stamps` when batches were first requested; empty before.
     stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -38,7 +38,7 @@ class PreparedCorpus:
     @property
     def sha256(self) -> str:
         """Returns the hash that identifies the corpus."""
-        return corpus.manifest_hashes(self.manifest)[0]
+        return corpus.manifest_hashes(self.manifest)[0]  # the second is of earlier versions
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
@@ -79,36 +79,37 @@ class PreparedCorpus:
         return mixture.describe_shares(experiment, mixture.split_sources(self.manifest, train))
 
     def train_batches(
-        self, experiment: Experiment, number: int, sends_counts: bool = False
+        self, experiment: Experiment, phase_index: int, uploads_counts: bool = False
     ) -> batches.TrainBatches | mixture.MixedBatches:
-        """Returns the batches of a phase, which are planned at the first request.
+        """Returns the batches of a phase; the plan of an epoch is made when a batch needs it.
 
-        With `sends_counts`, row counts of epochs are copied to the bucket; one process does that.
+        One process sets `uploads_counts`, to save row counts of epochs in the corpus's bucket, too.
         """
-        phase, data = experiment.phases[number], experiment.data_of(number)
-        stream, names = corpus.open_stream(self.folder, "train"), (experiment.seed, "train", number)
+        phase, data = experiment.phases[phase_index], experiment.data_of(phase_index)
+        stream = corpus.open_stream(self.folder, "train")
+        random_key = experiment.seed, "train", phase_index
         self.stamps = self.stamps or self._stamps()
-        widths = phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
-        shape = batches.BatchShape(*widths, phase.row_offset)
-        sends_counts = sends_counts and self.location != self.folder
+        length, max_predictions = phase.sequence_length, phase.max_predictions_per_seq
+        # A fork adds `row_offset` to its row numbers, to continue after the rows of its parent.
+        shape = batches.BatchShape(length, max_predictions, phase.batch_size, phase.row_offset)
+        uploads_counts = uploads_counts and self.location != self.folder
 
         def plan_batches(part: Stream, *source: object) -> batches.TrainBatches:
-            lengths = phase.sequence_length, data.short_seq_prob
             plans = Plans(
                 part,
-                PlanSpec((*names, *source), *lengths, data.units),
+                PlanSpec((*random_key, *source), length, data.short_seq_prob, data.units),
                 self.sha256,
                 self.folder / corpus.COUNTS_FILE,
-                self.location / corpus.COUNTS_FILE if sends_counts else None,
+                self.location / corpus.COUNTS_FILE if uploads_counts else None,
             )
-            first_step = experiment.ends[number] - phase.steps
+            first_step = experiment.ends[phase_index] - phase.steps
             return batches.TrainBatches(
-                plans, self.ids, data, shape, first_step, experiment.total_steps
+                plans, self.special_ids, data, shape, first_step, experiment.total_steps
             )
 
         if not experiment.corpus.is_mixed:
             return plan_batches(stream)
         parts = mixture.split_sources(self.manifest, stream)
-        weights = mixture.phase_weights(experiment, number, parts)
+        weights = mixture.phase_weights(experiment, phase_index, parts)
         by_source = [plan_batches(part, "source", i) for i, part in enumerate(parts)]
-        return mixture.MixedBatches(by_source, mixture.SourceOrder(weights, names))
+        return mixture.MixedBatches(by_source, mixture.SourceOrder(weights, random_key))

@@ -32,10 +32,8 @@ from bert_jax.training.objective import Objective
 class PretrainingJob(Job):
     """The pre-training of an experiment on its corpus.
 
-    Args:
-      may_extend: whether the last phase may have more steps than the saved run.
-      probes: evaluated during the run; a `tasks.probes.Probes`, or None.
-      fork_point: the checkpoint that a new fork starts from; None: there is no new fork.
+    `probes`, a `tasks.probes.Probes` or None, are evaluated during the run. For `may_extend` and
+    `fork_point` see `Job`.
     """
 
     restart_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
@@ -52,22 +50,25 @@ class PretrainingJob(Job):
     ):
         super().__init__(experiment, workdir, report)
         self.may_extend, self.probes, self.fork_point = may_extend, probes, fork_point
-        self._vectors: TextVectors | None = None  # of the base from which the run started
+        # How the base makes text vectors; known after `initial_state` or `load_notes`.
+        self._vectors: TextVectors | None = None
 
-    def fit_to_slices(self, taken: int, booked: int, processes_per_slice: int) -> Experiment | None:
+    def fit_to_slices(
+        self, active: int, configured: int, processes_per_slice: int
+    ) -> Experiment | None:
         devices = processes_per_slice * system.local_device_count()
         # make_mesh rejects a tensor axis that is longer than a slice.
         shards = max(devices // self.experiment.parallelism.tensor, 1)
-        return slices.adapt_experiment(self.experiment, taken, booked, shards)
+        return slices.adapt_experiment(self.experiment, active, configured, shards)
 
-    def read(self, mesh: jax.sharding.Mesh) -> None:
-        require_runnable(self.experiment, mesh)
+    def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
+        require_runnable(self.experiment, mesh)  # only settings: the corpus may not exist yet
 
     def require_initial_weights(self) -> None:
         if self.fork_point is None:
-            base_lib.load_initial(self.experiment)
+            base_lib.load_initial(self.experiment)  # raises InputError if they are missing
         else:
-            self.fork_point.require(self.experiment)
+            self.fork_point.require_compatible(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         experiment = self.experiment
@@ -82,19 +83,24 @@ class PretrainingJob(Job):
             if any(line.startswith(last) for line in changed):
                 self.report("extend: the learning rate schedules change, since they end later")
             changed = [line for line in changed if not line.startswith(last)]
+        # Sources at other paths are no change if their files are the same.
         moved = [line for line in changed if line.startswith("corpus.sources:")]
         if moved and corpus.is_made_of(self.workdir.corpus, experiment.corpus):
             changed = [line for line in changed if line not in moved]
         if experiment.init_from and not changed:
-            base = epath.Path(experiment.init_from)
-            if not base_lib.is_base(base):
-                self.report(f"resume: {base} is gone, so its weights are not compared")
-            elif base_lib.hash_weights(base) != metadata["init_sha256"]:
-                raise InputError(
-                    f"init_from={base}: its weights are not those that this run began with; "
-                    "restore them, or choose another --workdir"
-                )
+            self._require_same_base(metadata["init_sha256"])
         return changed
+
+    def _require_same_base(self, sha256: str) -> None:
+        """Raises InputError if the base has other weights than those with this hash."""
+        base = epath.Path(self.experiment.init_from)
+        if not base_lib.is_base(base):
+            self.report(f"resume: {base} is gone, so its weights are not compared")
+        elif base_lib.hash_weights(base) != sha256:
+            raise InputError(
+                f"init_from={base}: its weights are not those that this run began with; "
+                "restore them, or choose another --workdir"
+            )
 
     def prepare(self, peers: Peers) -> None:
         experiment, folder = self.experiment, self.workdir.corpus
@@ -103,11 +109,12 @@ class PretrainingJob(Job):
             corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.report)
             if self.fork_point is not None:
                 self.fork_point.begin(self.workdir)
-            for split in SPLITS if peers.count > 1 else ():  # builds files, by one process alone
+            # The first `open_stream` of a split builds files, which one process must do alone.
+            for split in SPLITS if peers.count > 1 else ():
                 corpus.open_stream(corpus.local_corpus(folder), split)
 
         peers.run_on_primary("made", make)
-        corpus.local_corpus(folder, self.report)
+        corpus.local_corpus(folder, self.report)  # downloads a corpus from a bucket to this host
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         experiment = self.experiment
@@ -119,13 +126,11 @@ class PretrainingJob(Job):
         remedy = "give all processes the corpus that one of them prepared, and the same run.probes"
         peers.require_same("data", hashes, remedy)
         objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
-        active = evaluators.held_out_evaluators(experiment, self._corpus, mesh)
+        run_evaluators = evaluators.held_out_evaluators(experiment, self._corpus, mesh)
         if self.probes is not None:
-            tokenizer, metrics = self._corpus.tokenizer, self.workdir.metrics
-            probe_evaluator = evaluators.probe_evaluator(
-                self.probes, experiment, tokenizer, mesh, lambda: self._vectors, metrics
-            )
-            active = *active, probe_evaluator
+            args = self.probes, experiment, self._corpus.tokenizer, mesh, lambda: self._vectors
+            probe_evaluator = evaluators.probe_evaluator(*args, self.workdir.metrics)
+            run_evaluators = *run_evaluators, probe_evaluator
             self.report(f"probes: {self.probes.description}")
         self.training = Training(
             objective=objective,
@@ -133,7 +138,7 @@ class PretrainingJob(Job):
             total_steps=experiment.total_steps,
             metric_names=objective_lib.metric_names(experiment),
             phase_batches_at=self._phase_batches,
-            evaluators=active,
+            evaluators=run_evaluators,
             data_sha256=self._corpus.sha256,
             require_data_unchanged=self._corpus.require_unchanged,
         )
@@ -147,24 +152,22 @@ class PretrainingJob(Job):
             return fresh, ""
         path = self.experiment.init_from
         base_lib.require_same_tokenizer(base, self._corpus.tokenizer, path)
-        self._peers.require_same(
-            "init_from", {"weights": base.sha256[:16]}, f"give all processes the same {path}"
-        )
-        random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
+        remedy = f"give all processes the same {path}"
+        self._peers.require_same("init_from", {"weights": base.sha256[:16]}, remedy)
+        untrained = f"; of these untrained: {', '.join(base.fresh)}" if base.fresh else ""
         moments = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.report(f"init_from: {path}, all weights{moments} {base.sha256[:12]}{random}")
+        self.report(f"init_from: {path}, all weights{moments} {base.sha256[:12]}{untrained}")
         if base.vectors is not None:
             self._vectors = base.vectors
             self.report(
-                f"init_from: {path} gives text vectors, which this training changes; a task of "
-                "task.kind=similar in run.probes measures how much"
+                f"init_from: {path} is a model of text vectors, which pre-training may make worse; "
+                "to measure this, add a task of task.kind=similar to run.probes"
             )
         shardings = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
         state = fresh | {"params": feed.put(base.params, shardings)}
         if base.moments is not None:
-            trees = (base.moments.mean, base.moments.square)
-            sharded = (feed.put(tree, shardings) for tree in trees)
-            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *sharded)
+            trees = (feed.put(tree, shardings) for tree in (base.moments.mean, base.moments.square))
+            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *trees)
         return state, base.sha256
 
     def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
@@ -175,12 +178,12 @@ class PretrainingJob(Job):
         return {"vectors": dataclasses.asdict(self._vectors)} if self._vectors else {}
 
     def _phase_batches(self, done: int) -> PhaseBatches:
-        """Returns the phase of the step after `done` steps."""
+        """Returns the batches of the phase with the next step, the one after `done` steps."""
         experiment = self.experiment
         number, first = experiment.phase_at(done)
         phase = experiment.phases[number]
         train = self._corpus.train_batches(experiment, number, self._peers.is_primary)
-        neighbours = range(number, min(number + 2, len(experiment.phases)))  # this and the next
+        objectives = [experiment.data_of(n).objective for n in range(len(experiment.phases))]
         return PhaseBatches(
             number=number,
             first=first,
@@ -190,7 +193,8 @@ class PretrainingJob(Job):
             make_batch=train.batch,
             is_ready=train.is_ready,
             stop_planning=train.close,
-            ends_window=len({experiment.data_of(n).objective for n in neighbours}) > 1,
+            # A training line sums up steps of one objective only.
+            ends_window=len({*objectives[number : number + 2]}) > 1,
         )
 
 
@@ -198,8 +202,9 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be sharded over these devices."""
     custom_code.require_valid(experiment, mesh)
     objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
+    # Raises InputError if the state cannot be sharded over the mesh.
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
-    replicas = experiment.optimizer.reference_replicas
+    replicas = experiment.optimizer.reference_replicas  # groups of rows that are clipped apart
     shards = mesh_lib.batch_shards(mesh)
     if experiment.optimizer.clip == "per_replica" and replicas % shards:
         raise InputError(
@@ -207,9 +212,8 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             "a replica's gradient must be computed on one device"
         )
     for i, phase in enumerate(experiment.phases):
-        field = f"phases.{i}.batch_size"
-        parts = experiment.parallelism.accumulation_of(i)
-        mesh_lib.require_divisible(phase.batch_size, field, mesh, parts)
+        micro_batches = experiment.parallelism.accumulation_of(i)
+        mesh_lib.require_divisible(phase.batch_size, f"phases.{i}.batch_size", mesh, micro_batches)
 
 
 def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Mesh) -> str:

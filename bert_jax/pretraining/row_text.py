@@ -14,21 +14,21 @@ from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.text.tokenizer import Tokenizer
 
 
-def show(experiment: Experiment, prepared: PreparedCorpus, done: int, rows: int) -> Iterator[Text]:
-    """Yields lines about the first `rows` rows of the step after `done` steps."""
-    if not 0 <= done < experiment.total_steps:
-        raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
-    phase, first = experiment.phase_at(done)
-    spec = experiment.phases[phase]
-    train, data = prepared.train_batches(experiment, phase), experiment.data_of(phase)
-    batch = train.batch(done - first, np.arange(spec.batch_size))
+def show(experiment: Experiment, prepared: PreparedCorpus, step: int, rows: int) -> Iterator[Text]:
+    """Yields lines about the first `rows` rows of a step; steps are numbered from 0."""
+    if not 0 <= step < experiment.total_steps:
+        raise InputError(f"--step {step}: the run has steps 0 to {experiment.total_steps - 1}")
+    phase_index, first_step = experiment.phase_at(step)
+    phase, data = experiment.phases[phase_index], experiment.data_of(phase_index)
+    train, phase_step = prepared.train_batches(experiment, phase_index), step - first_step
+    batch = train.batch(phase_step, np.arange(phase.batch_size))
     origins, notes = _origins(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
     yield Text(
-        f"step {done}: phase {phase}, its step {done - first} of {spec.steps}, "
-        f"{spec.batch_size} rows of {spec.sequence_length}"
+        f"step {step}: phase {phase_index}, its step {phase_step} of {phase.steps}, "
+        f"{phase.batch_size} rows of {phase.sequence_length}"
     )
     yield from map(Text, notes)
-    for i in range(min(rows, spec.batch_size)):
+    for i in range(min(rows, phase.batch_size)):
         title = f"row {batch['rows'][i]} ({origins[i]})"
         if "next_sentence_labels" in batch:
             label = batch["next_sentence_labels"][i]
@@ -51,18 +51,19 @@ def _origins(
         counts = np.bincount(source, minlength=len(sources)).tolist()
         notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
         return [f"{sources[s]}, its row {n}" for s, n in zip(source, numbers, strict=True)], notes
-    epochs, slots = np.divmod(rows, train.rows_per_epoch)
-    notes = []
+    # All epochs have the same number of rows; their plans may have a few rows more or less.
+    count, notes = train.rows_per_epoch, []
+    epochs, slots = np.divmod(rows, count)
     for epoch in np.unique(epochs):
-        planned = train.rows_planned(int(epoch))
-        excess = planned - train.rows_per_epoch
-        note = f"{abs(excess)} of {planned} planned rows {'dropped' if excess > 0 else 'repeated'}"
-        note = note if excess else "each of its planned rows once"
-        notes.append(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
+        planned, note = train.rows_planned(int(epoch)), "each of its planned rows once"
+        if planned != count:
+            change = "dropped" if planned > count else "repeated"
+            note = f"{abs(planned - count)} of {planned} planned rows {change}"
+        notes.append(f"epoch {epoch}: {count} rows, {note}")
     return [f"epoch {e}, slot {s}" for e, s in zip(epochs, slots, strict=True)], notes
 
 
-# The relation of B to A, by `data.units` and the label.
+# The relation of B, the second text of a pair, to the first one A; by `data.units` and the label.
 LABELS = {"pairs": ("follows", "is random"), "swapped_pairs": ("follows", "comes before A")}
 
 

@@ -13,7 +13,7 @@ import jax
 from flax import traverse_util
 
 import bert_jax
-from bert_jax import foreign, system
+from bert_jax import private_apis, system
 from bert_jax.process import logger
 from bert_jax.storage.workdir import cache_folder
 
@@ -100,7 +100,7 @@ def _cpu_model() -> str:
 _COMPILED_BYTES = 2**30
 
 
-class CompilationCache(foreign.compilation_cache_class()):
+class CompilationCache(private_apis.compilation_cache_class()):
     """JAX's cache of compiled programs, with checksums: JAX would run a damaged program."""
 
     environment = ""  # a hash of what programs depend on that JAX's keys leave out
@@ -132,13 +132,13 @@ def enable_compilation_cache() -> None:
     several processes, JAX lets only the first one write. JAX_COMPILATION_CACHE_DIR names another
     folder; an empty value disables the cache.
     """
-    foreign.use_compilation_cache(CompilationCache)
+    private_apis.use_compilation_cache(CompilationCache)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     # JAX's keys hash the program itself, so the code that built the program does not matter.
     facts = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
-        foreign.hash_devices_only()  # the facts describe this machine
+        private_apis.hash_devices_only()  # the facts describe this machine
     else:
         # Programs of GPUs and TPUs do not depend on the CPU of their host.
         facts = {name: value for name, value in facts.items() if name not in ("cpu", "threads")}

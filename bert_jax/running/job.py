@@ -91,10 +91,10 @@ class Training:
 class Job:
     """An experiment in its workdir, and how to train it.
 
-    `session.run` calls `fit_to_slices` and `read`. Then it calls `require_initial_weights` if the
-    workdir has no checkpoint, else `differences`; then `prepare` and `open`. After that the loop
-    works with `training`, and calls the methods below `open`. `PretrainingJob` and `FinetuningJob`
-    implement the methods that raise NotImplementedError.
+    `session.run` calls `fit_to_slices` and `read_inputs`. Then it calls `require_initial_weights`
+    if the workdir has no checkpoint, else `differences`; then `prepare` and `open`. After that the
+    loop works with `training`, and calls the methods below `open`. `PretrainingJob` and
+    `FinetuningJob` implement the methods that raise NotImplementedError.
     """
 
     restart_hint = "choose another --workdir"  # how to start again after a finished run
@@ -108,15 +108,15 @@ class Job:
         self.experiment = experiment  # an `Experiment` or `Finetuning`; checkpoints save it
         self.workdir, self.report = workdir, report  # `report` shows a line
 
-    def fit_to_slices(self, taken: int, booked: int, processes_per_slice: int) -> Any | None:
-        """Returns the experiment changed to run on `taken` slices instead of all `booked` ones.
+    def fit_to_slices(self, active: int, configured: int, processes_per_slice: int) -> Any | None:
+        """Returns the experiment changed to run on `active` of its `configured` number of slices.
 
         Returns None if it cannot run on these; fine-tuning needs all. Called before JAX starts.
         """
-        return self.experiment if taken == booked else None
+        return self.experiment if active == configured else None
 
-    def read(self, mesh: jax.sharding.Mesh) -> None:
-        """Reads inputs that exist already, such as a base.
+    def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
+        """Reads inputs that must exist before the run, such as a base for fine-tuning.
 
         Raises InputError if the batches or the state cannot be sharded over the mesh.
         """

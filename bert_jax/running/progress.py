@@ -34,7 +34,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 from tqdm import tqdm
 
-from bert_jax import foreign
+from bert_jax import private_apis
 from bert_jax.errors import InputError, Unavailable, duration
 from bert_jax.model import losses
 from bert_jax.process import logger
@@ -58,7 +58,7 @@ class LineConsole(Console):
     def __init__(self, quiet: bool = False):
         # Without force_jupyter=False, rich displays each line in Jupyter as a separate output.
         super().__init__(quiet=quiet, force_jupyter=False)
-        foreign.on_write_error(self, self._on_write_error)  # uses a private name of rich
+        private_apis.on_write_error(self, self._on_write_error)  # uses a private name of rich
 
     def on_broken_pipe(self) -> None:
         """Drops all further output; rich would end the process, and unsaved steps would be lost."""

@@ -60,9 +60,9 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         wait = experiment.run.wait_for_slices_seconds
         peers = stack.enter_context(peers_lib.connect_processes(wait, job.fit_to_slices))
         if peers.membership is not None:  # the experiment is for several slices
-            taken, policy = len(peers.membership.slices), peers.membership.policy
+            active, policy = len(peers.membership.slices), peers.membership.policy
             job.experiment = experiment = job.fit_to_slices(
-                taken, policy.slice_count, policy.processes_per_slice
+                active, policy.slice_count, policy.processes_per_slice
             )
         if not peers.is_primary:
             progress.silence()
@@ -70,7 +70,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         stack.callback(retry.control.reset, retry.control.report)
         retry.control.reset(report=progress.report if peers.is_primary else peers.report)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
-        job.read(mesh)
+        job.read_inputs(mesh)
         _require_same_start(job, peers)
         # Process 0 runs the coordinator of JAX, without which the other processes end.
         is_coordinator = peers.is_primary and peers.count > 1

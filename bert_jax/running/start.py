@@ -199,16 +199,16 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
         """Waits for all processes; returns the first error of any of them, "" for none."""
         # Waits long: a process repeats reads for a while before it gives up.
         return context.peers.exchange_errors(
-            f"checkpoint {name}", error, patience=2 * retry.GIVE_UP
+            f"checkpoint {name}", error, extra_seconds=2 * retry.GIVE_UP
         )
 
     checkpoints, restored = context.saver.checkpoints, None
     # A cached listing may be stale: if it leads to no checkpoint, to an error or to a damaged
     # checkpoint, all is read again without the cache.
     with checkpoints.folder.cache_reads(), contextlib.suppress(InputError):
-        restored = checkpoints.newest(abstract, at_most, exchange_errors)
+        restored = checkpoints.restore_newest(abstract, at_most, exchange_errors)
     if restored is None or restored.damaged:
-        restored = checkpoints.newest(abstract, at_most, exchange_errors)
+        restored = checkpoints.restore_newest(abstract, at_most, exchange_errors)
     if restored is not None:  # case 1
         job.accept_checkpoint(restored.metadata)
     elif job.fork_point is not None:  # case 2
@@ -235,7 +235,7 @@ def _load_fork_point(
     old, new = checkpoints.experiment(fork_point.step).optimizer, job.training.optimizer
     objective, parallelism = job.training.objective, job.experiment.parallelism
     abstract_saved = step.abstract_state(objective, old, parallelism, context.mesh)
-    restored = checkpoints.newest(abstract_saved, fork_point.step, exchange_errors)
+    restored = checkpoints.restore_newest(abstract_saved, fork_point.step, exchange_errors)
     command = fork_point.command
     if restored is None or restored.step != fork_point.step:
         raise InputError(f"{command} {fork_point}: damaged or removed; choose another checkpoint")

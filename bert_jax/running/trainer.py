@@ -100,7 +100,7 @@ class Trainer:
                     error = self._train()
                 context.watchdog.pause()
                 with context.clock.waiting("checkpoint"):
-                    if error is None and saver.step != self.state.done:  # not saved yet
+                    if error is None and saver.saved_step != self.state.done:  # not saved yet
                         self._save()
                     # Waits for the save. If it failed, `finish` saves again, unless there is an
                     # error: then the current state must not be saved.

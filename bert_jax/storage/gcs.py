@@ -1,7 +1,7 @@
 """Subclasses of gcsfs's client: one checks responses, one also retries requests of Orbax and JAX.
 
 This module is imported on the first use of a bucket. In commands and their workers, epath,
-Orbax and JAX use `PatientFileSystem` for gs:// paths (see `process`).
+Orbax and JAX use `RetryingFileSystem` for gs:// paths (see `process`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from gcsfs.core import GCSFileSystem
 from gcsfs.retry import HttpError
 from multidict import CIMultiDictProxy
 
-from bert_jax import foreign
+from bert_jax import private_apis
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
@@ -51,7 +51,7 @@ class CheckedFileSystem(GCSFileSystem):
     call = asyn.sync_wrapper(_call)
 
 
-class PatientFileSystem(CheckedFileSystem):
+class RetryingFileSystem(CheckedFileSystem):
     """Retries each request for as many seconds as `retry.call_with_retries`.
 
     Orbax and jax send requests in the middle of work that cannot be repeated as a whole, since
@@ -60,7 +60,7 @@ class PatientFileSystem(CheckedFileSystem):
     """
 
     # Without the retries of gcsfs: six, in half a minute.
-    _request = foreign.request_method_without_retries()
+    _request = private_apis.request_method_without_retries()
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         cache = _cache

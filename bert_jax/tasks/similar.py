@@ -20,7 +20,7 @@ from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
 from bert_jax.data import corpus
 from bert_jax.embeddings import retrieval
-from bert_jax.embeddings.embed import Embedder, Features, Role
+from bert_jax.embeddings.embed import Embedder, Role, VectorOptions
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.embeddings.text_pairs import CorpusPairs, PairMethod
 from bert_jax.errors import InputError, translate_parser_errors
@@ -323,7 +323,7 @@ def _read_corpus(
     query, text = (tokenizer.encode(x.rstrip()) for x in (task.query_prefix, task.text_prefix))
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
-        special_ids=prepared.ids,
+        special_ids=prepared.special_ids,
         method=cast(PairMethod, method),
         prefixes=(query, text),
         examples_per_step=experiment.batch_size,
@@ -354,7 +354,7 @@ def _teacher_vectors(teacher: str, examples: Sequence[Sentence]) -> np.ndarray:
     path = epath.Path(teacher)
     if path.suffix != ".npz":  # a run or a base, on this machine or in a bucket (`mirror`)
         model, mesh = LoadedModel.of(mirror.open_workdir(path)), mesh_lib.make_mesh(Parallelism())
-        embedder = Embedder(model, Features(normalize=True), mesh)
+        embedder = Embedder(model, VectorOptions(normalize=True), mesh)
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from bert_jax import foreign, system
+from bert_jax import private_apis, system
 from bert_jax.config import Run
 from bert_jax.data.batches import Batch
 
@@ -64,7 +64,7 @@ class Feed:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         dataset = steps.to_iter_dataset(options)
         if self._workers:
-            self._parsed_flags.enter_context(foreign.mark_flags_as_parsed())
+            self._parsed_flags.enter_context(private_apis.mark_flags_as_parsed())
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
                 worker_init_fn=_die_with_parent,

@@ -318,7 +318,7 @@ def newest(run: pathlib.Path, *agreed, folder=None) -> load.Restored:
         Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
     saved = Checkpoints(folder or epath.Path(run / "checkpoints"))
-    return saved.newest(abstract, None, *agreed)
+    return saved.restore_newest(abstract, None, *agreed)
 
 
 @pytest.mark.long

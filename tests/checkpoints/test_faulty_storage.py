@@ -30,7 +30,7 @@ def test_the_message_about_a_lost_save_names_its_own_step(error, tmp_path, monke
         saved.save(7, {"x": jnp.zeros(3)}, {})
         saved.wait_and_tolerate_failure()
     assert re.findall(r"^step (\d+):", capsys.readouterr().out, re.MULTILINE) == ["7"]
-    assert saved.step == 4 and saved.checkpoints.steps == [4]
+    assert saved.saved_step == 4 and saved.checkpoints.steps == [4]
 
 
 @pytest.mark.parametrize(

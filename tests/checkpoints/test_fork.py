@@ -82,10 +82,10 @@ def test_at_which_steps_a_branch_may_begin(command, step, fits, tmp_path, monkey
     monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda branch: (experiment, ""))
     begun = fork_lib.ForkPoint(Workdir(tmp_path), step, command)
     if fits:
-        begun.require(experiment)
+        begun.require_compatible(experiment)
     else:
         with pytest.raises(InputError, match=f"{command} .*checkpoints/{step}"):
-            begun.require(experiment)
+            begun.require_compatible(experiment)
 
 
 # --- forks ---

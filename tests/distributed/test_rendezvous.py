@@ -175,9 +175,8 @@ def addresses(monkeypatch):
 
 def meet(addresses: str, number: int) -> rendezvous.Membership | str:
     try:
-        return rendezvous.join_rendezvous(
-            ProcessInfo(addresses, number, 6), 2.0, 20.0, lambda *of: True
-        )
+        info = ProcessInfo(addresses, number, 6)
+        return rendezvous.join_rendezvous(info, 2.0, 20.0, lambda *of: True)
     except Unavailable as error:
         return str(error)
 
@@ -189,9 +188,9 @@ def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addres
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         met = [*pool.map(meet, [addresses] * 4, (2, 3, 4, 5))]
-        names = {one.process.address for one in met}
+        names = {one.info.address for one in met}
         assert len(names) == 1 and not names & {*addresses.split(",")}
-        assert [one.process[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert [one.info[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
         assert {one.slices for one in met} == {(1, 2)}
         assert [one.server is not None for one in met] == [True, False, False, False]
         late = [pool.submit(meet, addresses, number) for number in (1, 0)]

@@ -50,7 +50,7 @@ def states(trained, texts):
 def embedded(trained, texts, devices=4, batch_tokens=200, max_length=0, **features):
     """All vectors, all pieces, and the embedder."""
     mesh = samples.mesh_of(devices)
-    features = embed.Features(**features)
+    features = embed.VectorOptions(**features)
     embedder = embed.Embedder(trained, features, mesh, max_length, batch_tokens)
     found = list(embedder.embed(iter(texts)))
     vectors = np.concatenate([part.vectors for part in found])
@@ -162,7 +162,7 @@ def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
 
     params = jax.tree.map(lambda leaf: leaf * np.nan, trained.params)
     broken = dataclasses.replace(trained, params=params)
-    embedder = embed.Embedder(broken, embed.Features(), samples.mesh_of(1))
+    embedder = embed.Embedder(broken, embed.VectorOptions(), samples.mesh_of(1))
     with pytest.raises(InputError, match="texts 1 to 16: the model computes numbers that are not"):
         embed.write(embedder, enumerate(texts), epath.Path(tmp_path / "v.npz"), print)
     assert not list(tmp_path.iterdir())
@@ -202,7 +202,7 @@ def test_files_and_standard_input_are_lines_in_order(copy_of_run, capsys):
 
 def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
     shown = []
-    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=5)
+    embedder = embed.Embedder(trained, embed.VectorOptions(), samples.mesh_of(1), max_length=5)
     path = epath.Path(tmp_path / "v.npz")
     embed.write(embedder, enumerate(["w9 " * 3, "w9 " * 4, "", "w7 " * 99]), path, shown.append)
     assert shown[0].startswith(f"{path}: 4 texts, 64 numbers per vector; ")
@@ -214,7 +214,7 @@ def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
 def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, tmp_path):
     shown, read = [], {}
     for how in ("none", quantize):
-        embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+        embedder = embed.Embedder(trained, embed.VectorOptions(), samples.mesh_of(1))
         for suffix in vector_files._WRITERS:
             path = epath.Path(tmp_path / f"{how}{suffix}")
             embed.write(embedder, enumerate(texts), path, shown.append, quantize=how)
@@ -236,7 +236,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
 
 @pytest.mark.parametrize("most", [3, 5, 9, 64])
 def test_passages_are_a_text_in_parts_that_are_read_whole(most, trained, texts):
-    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=most)
+    embedder = embed.Embedder(trained, embed.VectorOptions(), samples.mesh_of(1), max_length=most)
     encode = trained.tokenizer.encode
     for text in (*texts, "w7 w9 " * 40, "w9"):
         parts = embedder.split_text(text)

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.embeddings import search
-from bert_jax.embeddings.embed import Embedded, Features
+from bert_jax.embeddings.embed import Embedded, VectorOptions
 from bert_jax.embeddings.forms import FORMS, TokenVectors
 from bert_jax.errors import InputError
 
@@ -26,7 +26,7 @@ MODEL = types.SimpleNamespace(
 class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
-    width, max_length, features, truncated_texts = 26, 9, Features(normalize=True), 0
+    width, max_length, features, truncated_texts = 26, 9, VectorOptions(normalize=True), 0
     form, form_name = FORMS["dense"], "dense"
 
     def __init__(self):
@@ -161,7 +161,8 @@ def test_one_text_is_found_and_a_stored_number_that_is_none_is_named(embedder, t
 def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
     write(tmp_path, "abc")
     index_of(tmp_path, Letters())
-    for name, value in (("features", Features(pooling="cls", normalize=True)), ("max_length", 7)):
+    features = VectorOptions(pooling="cls", normalize=True)
+    for name, value in (("features", features), ("max_length", 7)):
         otherwise = Letters()
         setattr(otherwise, name, value)
         with pytest.raises(InputError, match=r"made\.json"):
@@ -224,7 +225,7 @@ def test_flags_that_do_not_go_together_are_refused(wrong, copy_of_run):
 
 
 def test_vectors_of_former_versions_are_used_again():
-    """The text that was hashed before `Features.length` became `normalize`."""
+    """The text that was hashed before `Features.length` became `VectorOptions.normalize`."""
     features = "Features(pooling=None, layers=(-1,), combine='concat', length='unit', dimensions=0)"
     digest = hashlib.sha256(f"{MODEL.model}/{MODEL.tokenizer.sha256}/{features}/9".encode())
     for name, values in sorted(search.flatten(MODEL.params).items()):

@@ -6,7 +6,7 @@ import make_sentences
 import numpy as np
 import pytest
 
-from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.embed import Embedder, VectorOptions
 from bert_jax.training import mesh as mesh_lib
 
 
@@ -15,7 +15,7 @@ def test_vectors_equal_those_of_sentence_transformers(pooling, normalize):
     """The base has prompts; one text is cut, one is empty, and one has capitals."""
     expected = np.load(pathlib.Path(__file__).with_name("sentences.npz"))
     base = make_sentences.base_of(pooling, normalize)
-    embedder = Embedder(base, Features(), mesh_lib.one_device())
+    embedder = Embedder(base, VectorOptions(), mesh_lib.one_device())
     for role, name in (("document", "text"), ("query", "query")):
         (part,) = embedder.embed(make_sentences.TEXTS, role)
         np.testing.assert_allclose(part.vectors, expected[f"{pooling}_{name}"], atol=2e-6)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from compare import assert_close
 
-from bert_jax import foreign
+from bert_jax import private_apis
 from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.embeddings import embedding_program
 from bert_jax.model import attention, cudnn_attention, layers
@@ -86,8 +86,8 @@ def stand_in_gradients(inputs, sums, context, gradient):
 
 @pytest.fixture
 def computed_by_stand_in(monkeypatch):
-    monkeypatch.setattr(foreign, "cudnn_attention", stand_in)
-    monkeypatch.setattr(foreign, "cudnn_attention_gradients", stand_in_gradients)
+    monkeypatch.setattr(private_apis, "cudnn_attention", stand_in)
+    monkeypatch.setattr(private_apis, "cudnn_attention_gradients", stand_in_gradients)
 
 
 def padded(length=LENGTH):
@@ -304,7 +304,7 @@ def test_an_evaluation_drops_nothing(on_cuda, cfg):
 
 
 def test_packed_texts_are_embedded_in_their_slots(on_cuda):
-    features = embedding_program.Features(normalize=True)
+    features = embedding_program.VectorOptions(normalize=True)
     mesh, params = mesh_lib.one_device(), Pretraining(BERT).init_params(jax.random.key(0))
     depth = BERT.num_hidden_layers
     run = embedding_program.build(BERT, depth, features, (depth,), "dense", mesh)
@@ -341,7 +341,7 @@ def gpu(capability="9.0", platform="gpu"):
     ],
 )
 def test_why_xla_computes_attention_is_said(monkeypatch, changed, parallelism, device, named):
-    monkeypatch.setattr(foreign, "cudnn_version", lambda: 91002)
+    monkeypatch.setattr(private_apis, "cudnn_version", lambda: 91002)
     cfg, parallelism = dataclasses.replace(BERT, **changed), Parallelism(**parallelism)
     reason = cudnn_attention.training_refusal(cfg, device, parallelism)
     assert reason is None if named is None else named in reason
@@ -350,7 +350,7 @@ def test_why_xla_computes_attention_is_said(monkeypatch, changed, parallelism, d
 
 
 def test_a_gpu_without_cuda_is_left_to_xla():
-    assert foreign.cudnn_version() is None
+    assert private_apis.cudnn_version() is None
     assert "not an NVIDIA GPU" in cudnn_attention.refusal(BERT, gpu(), Parallelism())
 
 
@@ -371,7 +371,7 @@ def test_odd_rows_and_dropped_probabilities_are_left_to_xla(cfg, length, has_noi
     ("cfg", "said"), [(DROPPING, "by XLA (model.attention_"), (BERT, "by cuDNN")]
 )
 def test_a_run_on_a_gpu_reports_what_computes_attention(monkeypatch, cfg, said):
-    monkeypatch.setattr(foreign, "cudnn_version", lambda: 91002)
+    monkeypatch.setattr(private_apis, "cudnn_version", lambda: 91002)
     training = types.SimpleNamespace(objective=Pretraining(cfg))
     experiment, lines = types.SimpleNamespace(parallelism=Parallelism()), []
     job = types.SimpleNamespace(training=training, experiment=experiment, report=lines.append)

@@ -39,7 +39,7 @@ def test_seeds_of_an_experiment_share_their_held_out_rows(prepared):
     experiment, corpus_of_it, mesh = prepared
 
     def drawn(*settings):
-        found = evaluators.HeldOut.of(corpus_of_it, config.override(experiment, settings), mesh)
+        found = evaluators.HeldOutRows.of(corpus_of_it, config.override(experiment, settings), mesh)
         return [{name: array.tolist() for name, array in one.items()} for one in found.batches]
 
     assert drawn("seed=7") == drawn() != drawn("data.eval_seed=7")
@@ -48,7 +48,7 @@ def test_seeds_of_an_experiment_share_their_held_out_rows(prepared):
 def test_guessers_are_those_that_have_counted_alone(prepared):
     """Pieces of the training split, one added to each; labels of the held-out pairs."""
     experiment, corpus_of_it, mesh = prepared
-    held_out = evaluators.HeldOut.of(corpus_of_it, experiment, mesh)
+    held_out = evaluators.HeldOutRows.of(corpus_of_it, experiment, mesh)
     train = corpus.open_stream(corpus_of_it.folder, "train")
     counts = np.bincount(train.ids, minlength=len(train.unigrams)) + 1
     nats, predicted, random = 0.0, 0.0, 0.0

@@ -22,7 +22,7 @@ from small_run import (
 )
 
 from bert_jax.data import batches
-from bert_jax.pretraining.evaluators import HeldOut
+from bert_jax.pretraining.evaluators import HeldOutRows
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import session, start
 from bert_jax.running.context import Result
@@ -261,8 +261,8 @@ def test_few_steps_wait_for_the_devices(file, tmp_path, monkeypatch):
 
 def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkeypatch):
     """Though the steps are."""
-    found = HeldOut.evaluate
-    monkeypatch.setattr(HeldOut, "evaluate", lambda *args: found(*args) | {"loss": float("nan")})
+    evaluate, nan = HeldOutRows.evaluate, {"loss": float("nan")}
+    monkeypatch.setattr(HeldOutRows, "evaluate", lambda *args: evaluate(*args) | nan)
     with leaving_no_state():
         outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown

@@ -76,7 +76,7 @@ def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     tuned.write_base(tmp_path / "base")
     trained = LoadedModel.of(open_workdir(tmp_path / "base"))
     trained.vectors = TextVectors(query_prefix="wa ", text_prefix="xa ")
-    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+    embedder = embed.Embedder(trained, embed.VectorOptions(), samples.mesh_of(1))
     vectors, found = endpoints.EmbedEndpoint("led", embedder), {}
     assert "'wa '" in vectors.description
     for role in (None, "text", "document", "query"):

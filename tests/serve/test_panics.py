@@ -80,7 +80,7 @@ def test_the_error_names_the_text_and_its_location(folder, monkeypatch, command,
 def test_a_request_with_the_text_gets_500_and_later_requests_succeed(folder, monkeypatch):
     monkeypatch.chdir(folder)
     trained = LoadedModel.of(open_workdir("base"))
-    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+    embedder = embed.Embedder(trained, embed.VectorOptions(), samples.mesh_of(1))
     with running(endpoints.EmbedEndpoint("base", embedder)) as port:
         error = is_error(ask(port, {"input": ["w7", TEXT]}), 500)
         assert TOKENIZER in error["message"] and TEXT[:20] in error["message"]

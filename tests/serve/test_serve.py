@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedder(trained):
-    return embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+    return embed.Embedder(trained, embed.VectorOptions(), samples.mesh_of(1))
 
 
 @pytest.fixture(scope="module")

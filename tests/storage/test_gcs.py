@@ -35,7 +35,7 @@ def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
         gcsfs.retry.validate_response(status, b"away", "b/x")
 
     files = fsspec.get_filesystem_class("gcs")
-    assert files is gcs.PatientFileSystem
+    assert files is gcs.RetryingFileSystem
     monkeypatch.setattr(gcs.asyncio, "sleep", sleep)
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(files, "_set_session", away)  # what a request does first

@@ -174,7 +174,7 @@ def test_probes_that_were_added_since_the_first_step_are_not_compared():
 @pytest.mark.long
 def test_what_cannot_be_evaluated_is_not_probed(folder, tmp_path, monkeypatch):
     """A probe of parameters that ran away would end the run by another name."""
-    monkeypatch.setattr(evaluators.HeldOut, "evaluate", lambda *_: {"loss": float("nan")})
+    monkeypatch.setattr(evaluators.HeldOutRows, "evaluate", lambda *_: {"loss": float("nan")})
     pretrain(folder / "small.py", tmp_path / "w", probed(folder, "letters"), "run.probe_share=1")
     assert [line["step"] for line in lines(tmp_path / "w")] == [0]
 

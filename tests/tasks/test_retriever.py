@@ -22,7 +22,7 @@ from bert_jax.config import (
     SparseVectors,
     Task,
 )
-from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.embed import Embedder, VectorOptions
 from bert_jax.embeddings.forms import FORMS
 from bert_jax.interop import huggingface, weights
 from bert_jax.tasks.examples import Candidates
@@ -185,7 +185,7 @@ def test_scores_equal_those_of_sentence_transformers(kind, base):
     implementation = finetuning(kind).task.spec.implementing_class
     vectors = implementation.vector_settings(finetuning(kind), base)
     model = dataclasses.replace(base, vectors=vectors)
-    embedder = Embedder(model, Features(normalize=True), samples.mesh_of(1, Parallelism()))
+    embedder = Embedder(model, VectorOptions(normalize=True), samples.mesh_of(1, Parallelism()))
     texts = {"query": GOLDEN["queries"], "document": GOLDEN["documents"].reshape(-1)}
     parts = {
         role: FORMS[kind].concatenate([p.vectors for p in embedder.embed(map(str, some), role)])

@@ -13,7 +13,7 @@ from etils import epath
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
-from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.embed import Embedder, VectorOptions
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
@@ -111,7 +111,7 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     probe.prepare(reader)
     run = functools.partial(probes.jit_vectors(reader), base.params, None)
     scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))
-    embedder = Embedder(base, Features(normalize=True), mesh)
+    embedder = Embedder(base, VectorOptions(normalize=True), mesh)
     for column, role in enumerate(("query", "document")):
         texts = [example.texts[column] for example in probe.examples]
         (part,) = embedder.embed(texts, role)

@@ -244,7 +244,7 @@ def _check_plan(train: Stream, text_at: TextAt, length: int) -> list[Finding]:
     sample = "" if len(rows) < _ROWS else f" (in a sample of {len(rows):,} rows)"
     where = f"at length {length}{sample}"
     lengths = rows["a_length"].astype(np.int64) + rows["b_length"]
-    lost = 1 - float(np.minimum(lengths, length - pairs.SPECIAL_TOKENS).sum() / lengths.sum())
+    lost = 1 - float(np.minimum(lengths, length - pairs.NUM_SPECIALS).sum() / lengths.sum())
     # The example is the median pair, since the longest is an exception.
     median = rows[np.argsort(lengths, kind="stable")[len(rows) // 2]]
     pair = f"a pair of {median['a_length']:,} and {median['b_length']:,} tokens"

@@ -244,11 +244,11 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
     is_random = None
     if data.units == "sentences":
         kept, untruncated = sentences.sizes(stream, rows, length)
-        lengths = kept + sentences.SPECIAL_TOKENS
+        lengths = kept + sentences.NUM_SPECIALS
     else:
         untruncated = rows["a_length"].astype(np.int64) + rows["b_length"]
         lengths = pairs.truncated_lengths(rows, length)
-        kept = lengths - pairs.SPECIAL_TOKENS
+        kept = lengths - pairs.NUM_SPECIALS
         if data.units == "pairs":
             is_random = float(rows["is_random_next"].mean())
     return {
@@ -269,7 +269,7 @@ def _examples(
     key = draws.key_of(experiment.seed, "train", number)
     labels = LABELS.get(data.units)
     widths = phase.sequence_length, phase.max_predictions_per_seq
-    batch = batches.BatchBuilder(stream, prepared.ids, data, *widths).make(
+    batch = batches.BatchBuilder(stream, prepared.special_ids, data, *widths).make(
         sample,
         draws.CounterDraws(key, np.arange(len(sample))),
         masking.Policy.of(data, first_step, experiment.total_steps),

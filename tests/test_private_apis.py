@@ -12,9 +12,9 @@ import types
 import pytest
 from test_imports import MODULES
 
-from bert_jax import foreign
+from bert_jax import private_apis
 
-FOREIGN = "bert_jax.foreign"
+PRIVATE_APIS = "bert_jax.private_apis"
 # What only looks private: of named tuples, of `os`.
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
 
@@ -51,8 +51,8 @@ def defined(tree: ast.AST) -> set[str]:
 
 
 def users(sources: dict[str, str]) -> dict[str, set[str]]:
-    """The private names of others in each module but `foreign`."""
-    trees = {name: ast.parse(text) for name, text in sources.items() if name != FOREIGN}
+    """The private names of others in each module but `private_apis`."""
+    trees = {name: ast.parse(text) for name, text in sources.items() if name != PRIVATE_APIS}
     own = set().union(*map(defined, trees.values()))
     found = {name: private_names(tree, own) for name, tree in trees.items()}
     return {name: names for name, names in found.items() if names}
@@ -66,13 +66,13 @@ def test_no_other_module_uses_private_names():
 
 
 def test_distributed_state_knows_this_process():
-    state = foreign.distributed_state()
+    state = private_apis.distributed_state()
     assert (state.process_id, state.num_processes, state.client) == (0, 1, None)
     assert callable(state.initialize_preemption_sync_manager)
 
 
 def test_slurm_cluster_reads_variables(monkeypatch):
-    step = foreign.slurm_cluster()
+    step = private_apis.slurm_cluster()
     assert not step.is_env_present()
     settings = {"SLURM_JOB_ID": "70000", "SLURM_STEP_NODELIST": "host[1-2]", "SLURM_NTASKS": "2"}
     settings |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -86,11 +86,11 @@ def test_slurm_cluster_reads_variables(monkeypatch):
 def test_compiled_programs_are_kept_by_a_class_of_ours(tmp_path, monkeypatch):
     from jax._src import compilation_cache
 
-    class Cache(foreign.compilation_cache_class()):
+    class Cache(private_apis.compilation_cache_class()):
         pass
 
     monkeypatch.setattr(compilation_cache, "LRUCache", None)
-    foreign.use_compilation_cache(Cache)
+    private_apis.use_compilation_cache(Cache)
     cache, _ = compilation_cache.get_file_cache(str(tmp_path))
     assert isinstance(cache, Cache)
     cache.put("a", b"program")
@@ -106,7 +106,7 @@ def test_keys_of_programs_name_devices(monkeypatch):
     from jax._src import cache_key
 
     monkeypatch.setattr(cache_key, "_hash_accelerator_config", None)
-    foreign.hash_devices_only()
+    private_apis.hash_devices_only()
 
     def key(devices):
         digest = hashlib.sha256()
@@ -120,7 +120,7 @@ def test_keys_of_programs_name_devices(monkeypatch):
 
 
 def test_no_cudnn_has_no_version():
-    assert foreign.cudnn_version() is None
+    assert private_apis.cudnn_version() is None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -131,17 +131,17 @@ def test_attention_by_cudnn_is_asked_for_without_a_gradient_of_the_bias(has_bias
 
     vector, bias = jnp.zeros((2, 8, 1, 16), jnp.bfloat16), jnp.zeros((2, 1, 8, 8), jnp.bfloat16)
     lengths = None if is_causal else jnp.ones(2, jnp.int32)
-    inputs = foreign.CudnnInputs(*[vector] * 3, bias if has_bias else None, lengths, is_causal)
+    inputs = private_apis.CudnnInputs(*[vector] * 3, bias if has_bias else None, lengths, is_causal)
 
     def run(function, *arguments):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
     name = "fmhaScaleBiasSoftmax" if has_bias else "fmhaSoftmax"
     mask = "CAUSAL" if is_causal else "PADDING"
-    forward = run(lambda: foreign.cudnn_attention(inputs))
-    context, sums = jax.eval_shape(lambda: foreign.cudnn_attention(inputs))
+    forward = run(lambda: private_apis.cudnn_attention(inputs))
+    context, sums = jax.eval_shape(lambda: private_apis.cudnn_attention(inputs))
     assert (context.shape, sums.shape, sums.dtype) == (vector.shape, (2, 1, 8), jnp.float32)
-    gradients = functools.partial(foreign.cudnn_attention_gradients, inputs)
+    gradients = functools.partial(private_apis.cudnn_attention_gradients, inputs)
     backward = run(gradients, jnp.zeros((2, 1, 8)), vector, vector)
     for text, name_of_call in ((forward, name), (backward, f"{name}Backward")):
         assert text.count("__cudnn$") == 1 and f"@__cudnn${name_of_call}(" in text
@@ -154,7 +154,7 @@ def test_operations_are_not_counted():
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
     before = OperationIdGenerator.next_operation_id()
-    with pytest.raises(KeyError), foreign.preserve_operation_ids():
+    with pytest.raises(KeyError), private_apis.preserve_operation_ids():
         OperationIdGenerator.next_operation_id()
         raise KeyError
     assert OperationIdGenerator.get_current_operation_id() == str(before)
@@ -172,8 +172,8 @@ def test_bucket_client_is_etils_and_orbax_s_until_the_last_user_has_left():
     files.pipe_file("memory://bucket/a", b"text")
     client = types.SimpleNamespace(exists=lambda path: path == "gs://bucket/a")
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        first.enter_context(foreign.use_bucket_client(lambda: client))
-        second.enter_context(foreign.use_bucket_client(lambda: None))
+        first.enter_context(private_apis.use_bucket_client(lambda: client))
+        second.enter_context(private_apis.use_bucket_client(lambda: None))
         first.close()
         assert epath.Path("gs://bucket/a").exists() and not epath.Path("gs://bucket/b").exists()
         assert not gcs_utils.is_hierarchical_namespace_enabled("gs://bucket/a")
@@ -186,15 +186,15 @@ def test_flags_of_absl_count_as_parsed():
     from absl import flags
 
     before = flags.FLAGS.is_parsed()
-    with foreign.mark_flags_as_parsed(), foreign.mark_flags_as_parsed():
+    with private_apis.mark_flags_as_parsed(), private_apis.mark_flags_as_parsed():
         assert flags.FLAGS.is_parsed()
     assert flags.FLAGS.is_parsed() == before
 
 
 def test_single_request_is_gcsfs_s_without_its_attempts():
     core = pytest.importorskip("gcsfs.core")
-    assert foreign.request_method_without_retries().__name__ == "_request"
-    assert foreign.request_method_without_retries() is not core.GCSFileSystem._request
+    assert private_apis.request_method_without_retries().__name__ == "_request"
+    assert private_apis.request_method_without_retries() is not core.GCSFileSystem._request
     assert {"_call", "_request", "_set_session"} <= {*dir(core.GCSFileSystem)}  # as gcs.py has it
 
 
@@ -207,7 +207,7 @@ def test_what_a_console_cannot_write_is_handled(thread):
             raise OSError(errno.ENOSPC, "full")
 
     console, errors = Console(file=Full()), []
-    foreign.on_write_error(console, errors.append)
+    private_apis.on_write_error(console, errors.append)
 
     def show():
         console.print("one")
@@ -226,5 +226,5 @@ def test_what_a_console_cannot_write_is_handled(thread):
 def test_a_list_of_negative_numbers_is_a_value():
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers")
-    foreign.accept_negative_lists(parser)
+    private_apis.accept_negative_lists(parser)
     assert parser.parse_args(["--layers", "-4,-3"]).layers == "-4,-3"
