@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
         report(f"{spec.name}: exit code {result.code}; starting it again, {retries} retries left")
 
 
-def _run_pod(command: Sequence[str], args: argparse.Namespace) -> pod.ProcessResult:
+def _run_pod(command: Sequence[str], args: argparse.Namespace) -> pod.PodResult:
     """Runs a command in a pod; `bert-jax` runs in this interpreter, whatever is on the path."""
     if command[0] == "bert-jax":
         command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]

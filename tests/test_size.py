@@ -49,13 +49,13 @@ ABOVE = {
     "pretraining": 1_235,
     "serve": 573,
     "storage": 2_119,
-    "tasks": 5_221,
+    "tasks": 5_225,
     "text": 3_257,
-    "tools": 8_805,
+    "tools": 8_804,
     "training": 2_407,
     "benchmarks": 3_298,
     "experiments": 1_831,
-    "tests": 39_996,
+    "tests": 39_997,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -3,8 +3,8 @@
 It is the usual first stage of a search and the usual baseline of a model. bm25s (the [bm25] extra)
 computes it with its default settings: the variant of Lucene, k1=1.5 and b=0.75. A word is a run of
 at least two letters or digits, in lower case. There are no stop words and no stemming, so that all
-languages are treated alike. In a language without blanks a phrase is one word, and BM25 of little
-use.
+languages are treated alike. In a language written without spaces a whole phrase is one word, so
+BM25 is of little use.
 """
 
 import importlib.util

@@ -27,7 +27,7 @@ from bert_jax.embeddings.embedding_program import VectorOptions
 from bert_jax.embeddings.forms import FORMS, TokenSelection, TokenVectors
 from bert_jax.embeddings.quantized import (
     SAMPLE_VECTORS,
-    Quantize,
+    QuantizationMethod,
     dtype_and_width,
     quantize_vectors,
     recall,
@@ -37,14 +37,14 @@ from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 
 # The role of a text in search. Most encoders have the same vectors for both roles. `prompted` texts
-# already begin with a prompt.
+# already begin with their prefix.
 TextRole = Literal["document", "query"]
 Role = TextRole | Literal["prompted"]
 
 # Limits of a window, and of the vectors in memory.
 _WINDOW_TEXTS, _WINDOW_CHARACTERS, _VECTOR_BYTES = 8_192, 2**24, 2**28
-# Default tokens of a row: the results of a layer for 512 tokens stay in a CPU's caches; other
-# devices are faster with more.
+# Tokens of a row, two defaults and the maximum: the activations of a layer for 512 tokens fit into
+# a CPU's caches; other devices are faster with more.
 _CPU_ROW_TOKENS, _OTHER_ROW_TOKENS, _MAX_ROW_TOKENS = 512, 16_384, 2**20
 _SECONDS_BETWEEN_REPORTS = 30.0
 
@@ -56,10 +56,10 @@ TextLine = tuple[str, str]
 class Embedded:
     """The vectors of consecutive texts."""
 
-    # In the form `Embedder.form`. Dense vectors are float32 [texts, W]; with pooling `tokens` they
-    # are [tokens of all texts, W].
+    # In the form `Embedder.form`, see `forms`. Dense vectors are float32 [texts, W]; with pooling
+    # `tokens` they are float32 [tokens of all texts, W].
     vectors: Any
-    pieces: list[list[str]] | None  # the tokens of each text, if each has a vector; else None
+    pieces: list[list[str]] | None  # tokens of each text, with pooling `tokens`; else None
     lengths: np.ndarray  # int64 [texts], encoded tokens including [CLS] and [SEP]
 
 
@@ -69,7 +69,8 @@ class Embedder:
     Args:
       max_length: tokens at which a text is truncated; 0: the setting of the run or base, or the
         number of positions of the model.
-      batch_tokens: tokens of a row, at least `max_length`; 0: 512 on a CPU, 16,384 elsewhere.
+      batch_tokens: tokens of a row, of which a batch has one for each device; at least
+        `max_length`; 0: 512 on a CPU, 16,384 elsewhere.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Embedder:
         batch_tokens: int = 0,
     ):
         model, positions = base.model, base.model.max_position_embeddings
-        defaults = base.vectors or TextVectors()
+        defaults = base.vectors or TextVectors()  # how the base makes vectors
         pooling = features.pooling or defaults.pooling
         # Vectors of a named pooling are dense.
         self.form_name = "dense" if features.pooling else defaults.form
@@ -135,13 +136,13 @@ class Embedder:
         self._params = jax.device_put(params, mesh_lib.replicated(mesh))
         form = self.form_name
         self._program = embedding_program.build(model, depth, self.features, layers, form, mesh)
-        # One thread for each batch. CPU cores that share a row wait for each other at every
-        # operation; a row for each core, and one more, are a quarter faster than that.
+        # One thread for each batch. On a CPU one batch for each core, and one more, are a quarter
+        # faster than a batch whose operations all cores share.
         cores, shards = system.cores(), mesh_lib.batch_shards(mesh)
         self._concurrent_batches = -(-cores // shards) + 1 if on_cpu else 2
 
     @property
-    def token_length(self) -> int:
+    def max_token_characters(self) -> int:
         """Maximum number of characters of a token; 0 unless pooling is `tokens`."""
         if self.features.pooling != "tokens":
             return 0
@@ -170,10 +171,10 @@ class Embedder:
             return [text]
         words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
         total = sum(count for _, count in words)
-        target = total / max(-(-total // room), 1)  # tokens of a passage
+        share = total / max(-(-total // room), 1)  # tokens of a part, if all are equal
         starts, tokens, preceding = [0], 0, 0
         for start, count in words:
-            if tokens and (tokens + count > room or preceding >= target * len(starts)):
+            if tokens and (tokens + count > room or preceding >= share * len(starts)):
                 starts.append(start)
                 tokens = 0
             tokens, preceding = tokens + count, preceding + count
@@ -184,12 +185,11 @@ class Embedder:
         for length in packing.list_slot_tokens(self.max_length):
             ids = np.full(length, self._tokenizer.cls_id, np.int32)
             for texts in ([ids], [ids, ids[:2]]):  # a single text has a short row
-                # Room for one vector for each text, or for each token.
                 chosen = [np.arange(len(ids)) for ids in texts]
+                # Room for a vector of each token, even if there is only one of each text.
                 offsets = np.array([0, length, length + 2])
-                self._compute(
-                    texts, chosen, offsets, np.empty((length + 2, self.width), np.float32)
-                )
+                vectors = np.empty((length + 2, self.width), np.float32)
+                self._compute(texts, chosen, offsets, vectors)
 
     def _tokenize(self, lines: Sequence[TextLine], role: Role) -> list[np.ndarray]:
         """Returns the token ids of texts with [CLS], the role's prefix and [SEP].
@@ -215,16 +215,17 @@ class Embedder:
     def _embed_ids(self, texts: list[np.ndarray], role: Role) -> Iterator[Embedded]:
         """Truncates texts and yields their vectors, at most about `_VECTOR_BYTES` at once."""
         limit = self.max_length
-        short = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1:]) for x in texts]
+        truncated = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1:]) for x in texts]
         vector_counts, chosen = np.ones(len(texts), np.int64), list[np.ndarray]()
         if self.features.pooling == "tokens":
-            chosen = [self._select_tokens(ids, role) for ids in short]
+            chosen = [self._select_tokens(ids, role) for ids in truncated]
             vector_counts = np.array([len(tokens) for tokens in chosen])
+        # For each text the number of its part; a part has about `_VECTOR_BYTES`.
         part_numbers = np.cumsum(vector_counts) * self.width * 4 // _VECTOR_BYTES
         for start, end in _ranges(part_numbers):
             offsets = np.cumsum([0, *vector_counts[start:end]])
             vectors = np.empty((offsets[-1], self.width), np.float32)
-            self._compute(short[start:end], chosen[start:end], offsets, vectors)
+            self._compute(truncated[start:end], chosen[start:end], offsets, vectors)
             if not np.isfinite(vectors).all():
                 raise InputError(
                     f"texts {self.texts + 1} to {self.texts + end - start}: the model computes "
@@ -235,9 +236,9 @@ class Embedder:
             pieces = None
             if self.features.pooling == "tokens":
                 token = self._tokenizer.token
-                selected = zip(short[start:end], chosen[start:end], strict=True)
+                selected = zip(truncated[start:end], chosen[start:end], strict=True)
                 pieces = [[token(i) for i in ids[tokens].tolist()] for ids, tokens in selected]
-            lengths = np.array([len(ids) for ids in short[start:end]])
+            lengths = np.array([len(ids) for ids in truncated[start:end]])
             form_vectors: Any = vectors
             if self.form_name == "sparse":
                 form_vectors = csr_array(vectors)
@@ -252,7 +253,7 @@ class Embedder:
         offsets: np.ndarray,
         vectors: np.ndarray,
     ) -> None:
-        """Writes the vectors of text i into `vectors`, starting at row `offsets[i]`.
+        """Writes the vectors of text i into `vectors`, starting at `vectors[offsets[i]]`.
 
         With pooling `tokens`, `chosen` are the tokens of each text that have a vector.
         """
@@ -291,7 +292,7 @@ def write(
     path: epath.Path,
     report: Callable[[str], None],
     role: Role = "document",
-    quantize: Quantize = "none",
+    quantize: QuantizationMethod = "none",
 ) -> None:
     """Writes the vectors of texts to a file (see `vector_files`) and reports progress."""
     if quantize != "none" and embedder.form_name != "dense":
@@ -299,7 +300,7 @@ def write(
             f"--quantize {quantize}: the model makes {embedder.form_name} vectors; remove it"
         )
     start = reported = time.monotonic()
-    sample = np.empty((0, embedder.width), np.float32)  # measures the loss by quantization
+    sample = np.empty((0, embedder.width), np.float32)  # to measure what quantization loses
     with _open_sink(embedder, path, quantize) as add:
         for part in embedder.embed_lines(lines, role):
             add(part)
@@ -307,9 +308,8 @@ def write(
                 sample = np.concatenate([sample, part.vectors[: SAMPLE_VECTORS - len(sample)]])
             if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
-                report(
-                    f"{embedder.texts} texts, {embedder.texts / (reported - start):.0f} a second"
-                )
+                rate = embedder.texts / (reported - start)
+                report(f"{embedder.texts} texts, {rate:.0f} a second")
     seconds = time.monotonic() - start
     report(
         f"{path}: {pluralize(embedder.texts, 'text')}, {embedder.width} numbers per vector; "
@@ -318,8 +318,8 @@ def write(
     )
     if len(sample) > 1:
         report(
-            f"--quantize {quantize}: keeps {recall(sample, quantize):.1%} of the ten nearest "
-            f"neighbours of each of the first {len(sample):,} vectors"
+            f"--quantize {quantize}: among the first {len(sample):,} vectors, each keeps "
+            f"{recall(sample, quantize):.1%} of its ten nearest neighbours"
         )
     if warning := embedder.unknown.warning("the text"):
         report(warning)
@@ -329,7 +329,7 @@ def write(
 
 @contextlib.contextmanager
 def _open_sink(
-    embedder: Embedder, path: epath.Path, quantize: Quantize
+    embedder: Embedder, path: epath.Path, quantize: QuantizationMethod
 ) -> Iterator[Callable[[Embedded], None]]:
     """Yields a function that adds vectors to a file; the file appears when the context ends."""
     if embedder.form_name == "sparse":
@@ -337,7 +337,7 @@ def _open_sink(
             yield lambda part: add_sparse(part.vectors)
         return
     dtype, width = dtype_and_width(quantize, embedder.width)
-    with vector_files.open_writer(path, width, embedder.token_length, dtype) as add:
+    with vector_files.open_writer(path, width, embedder.max_token_characters, dtype) as add:
         if embedder.form_name == "multi_vector":
             yield lambda part: add(part.vectors.vectors, part.pieces)
         else:
@@ -364,7 +364,7 @@ def _ranges(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Returns layer numbers without negative ones: 0 is the embeddings, 1 the first layer."""
+    """Resolves negative layer numbers: 0 is the embeddings, 1 the first layer."""
     count = model.num_hidden_layers
     for number in numbers:
         if not -count - 1 <= number <= count:

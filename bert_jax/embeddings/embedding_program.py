@@ -53,18 +53,18 @@ def build(
     mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Returns the compiled program: packed rows -> float32 [rows, N, W]; `tokens`: [rows, S, W]."""
-    refusal = cudnn_attention.refusal(model, mesh.devices.flat[0], Parallelism())
-    loop = Loop(cudnn=refusal is None)  # settings of the loop over layers
+    unsupported = cudnn_attention.refusal(model, mesh.devices.flat[0], Parallelism())
+    loop = Loop(cudnn=unsupported is None)  # settings of the loop over layers
 
     def embed_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: each shard has one row
         packing = Packing(batch["positions"], batch["row_indices"][0], batch["slot_indices"])
-        merged = heads.merge(model, params)
+        module = heads.merge(model, params)
         # All tokens are in segment 0, and there is no dropout.
-        inputs = merged.encoder, model, ids, jnp.zeros_like(ids), packing, None, loop
+        inputs = module.encoder, model, ids, jnp.zeros_like(ids), packing, None, loop
         if form == "sparse":
-            hidden = packing.unpack(encode(*inputs))
-            logits = heads.token_logits(merged, model, hidden)
+            hidden = packing.unpack(encode(*inputs))  # [N, tokens, W]
+            logits = heads.token_logits(module, model, hidden)
             return similarity.pool_logits(logits, packing.mask)[None, :, : model.vocab_size]
         if form == "multi_vector":
             return similarity.project(encode(*inputs), params["projection"]["kernel"])

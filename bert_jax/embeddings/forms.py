@@ -20,7 +20,7 @@ from scipy import sparse
 
 from bert_jax.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # it imports jax, and scores are computed without jax
+if TYPE_CHECKING:  # the module imports jax, which scores do not need
     from bert_jax.checkpoints.base import TextVectors
 
 
@@ -33,7 +33,7 @@ class TokenVectors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of an array with an element for each text."""
+        """The shape `(number of texts,)`, so that `shape[0]` counts texts in all forms."""
         return self.counts.shape
 
     def __getitem__(self, index: Any) -> "TokenVectors":
@@ -73,7 +73,7 @@ class TokenSelection:
         return np.pad(ids, (0, length - len(ids)), constant_values=self._tokenizer.mask_id)
 
     def has_vector(self, ids: np.ndarray, is_query: bool) -> np.ndarray:
-        """Returns which tokens have a vector, bool [n]: in a query all, also [MASK]."""
+        """Returns which tokens have a vector, bool [n]; in a query all have one, even [MASK]."""
         return np.isin(ids, self._skipped, invert=True) | is_query
 
 
@@ -173,12 +173,8 @@ class _MultiVector:
 
     def score(self, queries: TokenVectors, texts: TokenVectors) -> np.ndarray:
         starts = np.cumsum(texts.counts) - texts.counts
-        return np.stack(
-            [
-                np.maximum.reduceat(texts.vectors @ query.T, starts).sum(axis=1)
-                for query in queries.split()
-            ]
-        )
+        products = (texts.vectors @ query.T for query in queries.split())
+        return np.stack([np.maximum.reduceat(x, starts).sum(axis=1) for x in products])
 
 
 DENSE: VectorForm = _Dense()

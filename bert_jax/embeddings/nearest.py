@@ -19,7 +19,7 @@ _BLOCK_QUERIES = 256
 
 
 def split_indices(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Splits indices of vectors into those of consecutive blocks of `size` vectors."""
+    """Yields consecutive blocks of `size` of the indices, in their order."""
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
 
@@ -55,8 +55,8 @@ def nearest(
             block_scores = score(queries[first : first + _BLOCK_QUERIES], block)
             if not np.isfinite(block_scores).all():
                 raise InputError(
-                    "a vector holds a number that is not finite; delete the vectors, so that they "
-                    "are computed again"
+                    "a vector holds a number that is not finite; delete stored vectors, so that "
+                    "they are computed again"
                 )
             for query, row in enumerate(block_scores, first):
                 nearest_in_block = largest_indices(row, count)

@@ -30,7 +30,7 @@ class MiningLimits(NamedTuple):
     count: int  # maximum number of negatives of a query
     skip: int  # number of the nearest candidates that are left out
     depth: int  # number of the nearest texts that are considered
-    # A negative's score is at most the lowest score of an answer, minus this share of that score.
+    # A negative scores at most the lowest score of an answer, less this share of its magnitude.
     margin: float
 
 
@@ -77,6 +77,7 @@ def mine(
         highest_allowed = lowest - abs(lowest) * limits.margin
         nearest = nearest_lib.largest_indices(scores, limits.depth + len(indices))
         allowed = [i for i in nearest if i not in indices and scores[i] <= highest_allowed]
+        # `depth` also counts the skipped ones.
         chosen = allowed[limits.skip : limits.depth][: limits.count]
         for i in indices:
             yield MinedPair(query, texts[i], [texts[j] for j in chosen])

@@ -1,7 +1,7 @@
-"""Quantization of vectors for vector databases, to a quarter or a thirty-second of the bytes.
+"""Quantization of vectors for vector databases, to 1/4 or 1/32 of the size.
 
 `int8`: each vector is scaled so that its largest number is 127; cosines change by about 0.01.
-`binary`: one bit for each number, 1 if it is above 0, eight bits in a byte, the first bit highest;
+`binary`: one bit for each number, 1 if it is above 0, packed with the most significant bit first;
 the fewer bits of two vectors differ, the nearer the vectors are (Shakir et al. 2024).
 
 Shape letters: N vectors, W width.
@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-Quantize = Literal["none", "int8", "binary"]
+QuantizationMethod = Literal["none", "int8", "binary"]
 
 # Vectors in the sample for `recall`, and how many neighbours of each vector are compared.
 SAMPLE_VECTORS, _NEIGHBOURS = 2_000, 10
@@ -19,14 +19,14 @@ SAMPLE_VECTORS, _NEIGHBOURS = 2_000, 10
 _TINY = np.finfo(np.float32).tiny
 
 
-def dtype_and_width(method: Quantize, width: int) -> tuple[np.dtype, int]:
+def dtype_and_width(method: QuantizationMethod, width: int) -> tuple[np.dtype, int]:
     """Returns the type and the number of the elements of a quantized vector."""
     if method == "binary":
         return np.dtype("u1"), -(-width // 8)
     return np.dtype("i1" if method == "int8" else "<f4"), width
 
 
-def quantize_vectors(vectors: np.ndarray, method: Quantize) -> np.ndarray:
+def quantize_vectors(vectors: np.ndarray, method: QuantizationMethod) -> np.ndarray:
     """Returns vectors, float32 [N, W], as int8 [N, W] or uint8 [N, W / 8]."""
     if method == "binary":
         return np.packbits(vectors > 0, axis=1)
@@ -36,7 +36,7 @@ def quantize_vectors(vectors: np.ndarray, method: Quantize) -> np.ndarray:
     return vectors
 
 
-def recall(vectors: np.ndarray, method: Quantize) -> float:
+def recall(vectors: np.ndarray, method: QuantizationMethod) -> float:
     """Returns the share of the ten nearest neighbours of vectors that quantization preserves.
 
     Args:

@@ -27,12 +27,12 @@ _DEPTH = 10
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of the corpus, or a query with its relevant texts. The class's name is hashed."""
+    """A text of the corpus, or a query. `examples.sha256` hashes the class's name: keep it."""
 
     location: str  # FILE:LINE, for messages
     id: str
     text: str
-    # For a query, the grades above 0 of texts by text id; None for a text.
+    # For a query, its relevant texts: {text id: grade above 0}; None for a text of the corpus.
     relevant: Mapping[str, int] | None = None
 
 
@@ -104,7 +104,7 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
 def scores(
     vectors: Sequence[Any], passages: Sequence[Passage], form: VectorForm = DENSE
 ) -> dict[str, float]:
-    """Ranks the texts for each query by their vectors, and returns the metrics of the rankings.
+    """Returns retrieval metrics: those of the ranking of the texts for each query by their vectors.
 
     Args:
       vectors: the vector of each passage; dense ones are float32 [W], of length 1.
@@ -112,7 +112,7 @@ def scores(
       form: of the vectors.
 
     Returns:
-      `recall@1`, `recall@10`, `mrr@10` and `ndcg@10`; see `mean_scores`.
+      `recall@1`, `recall@10`, `mrr@10` and `ndcg@10`; see `mean_metrics`.
     """
     queries, texts = split_by_role(passages)
     order = np.array([number for number, _ in texts])
@@ -121,17 +121,17 @@ def scores(
     query_vectors = form.stack([vectors[number] for number, _ in queries])
     # One more than the depth, since the text with the query's own id is ignored.
     neighbours, _ = nearest_lib.nearest(blocks, query_vectors, _DEPTH + 1, form.score)
-    return mean_scores(queries, texts, neighbours)
+    return mean_metrics(queries, texts, neighbours)
 
 
 def bm25_scores(passages: Sequence[Passage]) -> dict[str, float] | None:
-    """Returns the scores of BM25, the usual baseline; None and a warning without the library."""
+    """Returns the metrics of BM25, the usual baseline; None and a warning without the library."""
     if not bm25.is_installed():
         logger.warning("there is no baseline for retrieval: %s", bm25.MISSING_MESSAGE)
         return None
     queries, texts = split_by_role(passages)
     neighbours, _ = bm25.nearest(contents(queries), contents(texts), _DEPTH + 1)
-    return mean_scores(queries, texts, neighbours)
+    return mean_metrics(queries, texts, neighbours)
 
 
 def bm25_baseline(examples: Sequence[Any], main_score: str) -> tuple[str, float] | None:
@@ -149,7 +149,7 @@ Numbered = list[tuple[int, Passage]]
 def split_by_role(passages: Sequence[Passage]) -> tuple[Numbered, Numbered]:
     """Returns the queries, and the texts from the largest id to the smallest, by code points.
 
-    So the first of texts with equal scores has the larger id, as in trec_eval.
+    Ties are thus broken by descending id, as in trec_eval.
     """
     numbered = list(enumerate(passages))
     texts = [(i, passage) for i, passage in numbered if passage.relevant is None]
@@ -162,8 +162,8 @@ def contents(passages: Numbered) -> list[str]:
     return [passage.text for _, passage in passages]
 
 
-def mean_scores(queries: Numbered, texts: Numbered, neighbours: np.ndarray) -> dict[str, float]:
-    """Returns the mean scores over all queries, as BEIR's evaluator and trec_eval compute them.
+def mean_metrics(queries: Numbered, texts: Numbered, neighbours: np.ndarray) -> dict[str, float]:
+    """Returns the mean metrics over all queries, as BEIR's evaluator and trec_eval compute them.
 
     A text with the query's own id is ignored. `neighbours` has for each query the numbers of its
     nearest texts, int [queries, K], the best first.
@@ -178,27 +178,27 @@ def mean_scores(queries: Numbered, texts: Numbered, neighbours: np.ndarray) -> d
 
 
 def ranking_scores(gains: Sequence[float], relevant: Sequence[float]) -> dict[str, float]:
-    """Returns the scores of the ranking of one query; all are 0 if no text is relevant.
+    """Returns the metrics of the ranking of one query; all are 0 if no text is relevant.
 
     Args:
       gains: the grades of the ranked texts, in their order; relevant texts have grades above 0.
       relevant: the grades above 0 of all relevant texts, ranked or not.
 
     Returns:
-      `recall@1` and `recall@10`, the shares of relevant texts among the first 1 and 10; `mrr@10`
+      `recall@1` and `recall@10` (share of all relevant texts that the first 1 or 10 are); `mrr@10`
       (1 / rank of the first relevant text); `ndcg@10` (Järvelin and Kekäläinen 2002); and `map`,
       the average precision of the whole ranking.
     """
     hits = [rank for rank, gain in enumerate(gains, start=1) if gain > 0]
     early = [rank for rank in hits if rank <= _DEPTH]
     best, count = sorted(relevant, reverse=True)[:_DEPTH], max(len(relevant), 1)
-    precisions = sum(number / rank for number, rank in enumerate(hits, 1))
+    precision_sum = sum(number / rank for number, rank in enumerate(hits, 1))
     return {
         "recall@1": (1 in hits) / count,
         "recall@10": len(early) / count,
         "mrr@10": 1 / early[0] if early else 0.0,
         "ndcg@10": _discounted_gain(gains[:_DEPTH]) / _discounted_gain(best) if best else 0.0,
-        "map": precisions / count,
+        "map": precision_sum / count,
     }
 
 

@@ -1,4 +1,4 @@
-"""Semantic search: the texts of a file whose vectors have the highest scores for a query's.
+"""Semantic search: finds the texts of a file whose vectors score highest for a query's vector.
 
 The score is the cosine or, for other forms of vectors, that of `forms`.
 
@@ -8,7 +8,7 @@ resumes:
 made.json  the encoder, and how it makes vectors
 vectors    float32 [texts, W], of length 1, in the order in which they were embedded; for other
            forms the records of `forms`
-ends       for other forms, int64 [texts]: the number of records of all texts up to each one
+ends       for other forms, int64 [texts]: number of records of each text and all before it
 keys       the first 16 bytes of the SHA-256 of each text, written after its vector
 """
 
@@ -66,7 +66,7 @@ class Index:
       folder: folder of the vectors.
       embedder: computes the vectors; dense ones have length 1.
       long_texts: how a text longer than `embedder.max_length` is searched: by its beginning only,
-        or split into passages, each of which is a text.
+        or split into passages, each indexed as a text.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Index:
         self._split = embedder.split_text if long_texts == "passages" else lambda text: [text]
         self._long_texts = long_texts
         self._is_ragged = embedder.form_name != "dense"
-        self._number_by_key: dict[bytes, int] = {}  # of equal texts, the number of the first
+        self._number_by_key: dict[bytes, int] = {}  # equal texts keep the first number
         for number, (_, text) in enumerate(self._texts()):
             self._number_by_key.setdefault(_key(text), number)
         if not self._number_by_key:
@@ -101,19 +101,18 @@ class Index:
             neighbours, scores = nearest_lib.nearest(
                 self._blocks(), form.concatenate(parts), top, form.score
             )
+        # Texts are not kept in memory: they are read again, and must be the same.
         numbers = self._numbers[neighbours]
         wanted = set(numbers.flat)
         texts = {number: text for number, text in enumerate(self._texts()) if number in wanted}
         unchanged = {n for n, (_, x) in texts.items() if self._number_by_key.get(_key(x)) == n}
         if unchanged != wanted:
             raise InputError(f"{self._path}: changed during the search; run again")
-        return [
-            [
-                SearchHit(texts[number][0], float(score), texts[number][1])
-                for number, score in zip(*ranking, strict=True)
-            ]
-            for ranking in zip(numbers, scores, strict=True)
-        ]
+        results = []
+        for ranking in zip(numbers, scores, strict=True):
+            pairs = zip(*ranking, strict=True)
+            results.append([SearchHit(texts[n][0], float(x), texts[n][1]) for n, x in pairs])
+        return results
 
     def _blocks(self) -> Iterator[Any]:
         """Yields the vectors of the texts of the file, some at a time."""
@@ -186,7 +185,7 @@ class Index:
                 f"{self._folder}: only the first {self._embedder.max_length} tokens of "
                 f"{pluralize(count, 'text')} are searched; add --long-texts passages"
             )
-        if missing:  # `_take_missing` removes all that are still in the file
+        if missing:  # keys of texts that are no longer in the file
             raise InputError(f"{self._path}: changed while it was read; run again")
         return row_by_key
 

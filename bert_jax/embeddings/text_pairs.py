@@ -1,6 +1,6 @@
 """Pairs of related texts, drawn from a corpus without labels.
 
-The seed and the number of a row determine a sentence, and the span of tokens around it.
+The seed and the number of an example determine a sentence, and both spans of tokens around it.
 
 Shape letters: E examples, B rows (two for each example), S tokens of a row.
 """
@@ -71,7 +71,7 @@ class CorpusPairs:
             self._sentences = np.delete(self._sentences, ends - 1)
         if not self.total:
             raise InputError(
-                f"task.train: corpus: no document has two sentences for {method}; use crops"
+                f"task.train: corpus: no document has two sentences, for {method}; use crops"
             )
         self._shuffled = draws.ShuffledEpochs(self._key, self.total)
         # First sentence, and end, of the document of each sentence: [sentences, 2].
@@ -86,7 +86,8 @@ class CorpusPairs:
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns the arrays of `tasks.rows.TaskBatches.batch`, and `keys`.
 
-        `keys` are uint32 [B], equal for equal texts. `indices` include both rows of an example.
+        `keys` are uint32 [B], equal for equal texts. `indices` are rows of the step; example i has
+        2i and 2i + 1.
         """
         spans, special_ids = self._step_spans(step), self._special_ids
         length = min(-(-int(self._row_lengths(spans).max()) // 32) * 32, self._length)
@@ -121,7 +122,7 @@ class CorpusPairs:
         return self.spans(np.int64(step) * self._step_examples + np.arange(self._step_examples))
 
     def spans(self, numbers: np.ndarray) -> SpanPairs:
-        """Returns the texts of examples; `numbers`, int64 [E], count those of the run."""
+        """Returns the spans of examples; `numbers`, int64 [E], count from the start of the run."""
         indices = self._shuffled[numbers]
         low = (numbers & 0xFFFFFFFF).astype(np.uint64)
         bits = draws.philox(low, (numbers >> 32).astype(np.uint64), 0, 0, self._key)
@@ -134,23 +135,23 @@ class CorpusPairs:
 
     def _neighbours(self, sentences: np.ndarray, bounds: np.ndarray, bits: np.ndarray) -> SpanPairs:
         middle = self._offsets(sentences + 1)
-        longest = [self._draw_lengths(bits[:, side], self._room) for side in (0, 1)]
+        drawn = [self._draw_lengths(bits[:, side], self._room) for side in (0, 1)]
         # As many whole sentences as fit into the drawn length; a longer sentence is truncated.
-        first = np.searchsorted(self._stream.sentence_offsets, middle - longest[0])
+        first = np.searchsorted(self._stream.sentence_offsets, middle - drawn[0])
         first = self._offsets(np.clip(first, bounds[:, 0], sentences))
-        last = np.searchsorted(self._stream.sentence_offsets, middle + longest[1], side="right") - 1
+        last = np.searchsorted(self._stream.sentence_offsets, middle + drawn[1], side="right") - 1
         last = self._offsets(np.clip(last, sentences + 2, bounds[:, 1]))
         starts = np.stack([first, middle], axis=1)
         ends = np.stack([middle, last], axis=1)
-        return SpanPairs(starts, np.minimum(ends - starts, np.stack(longest, axis=1)))
+        return SpanPairs(starts, np.minimum(ends - starts, np.stack(drawn, axis=1)))
 
     def _crops(self, sentences: np.ndarray, bounds: np.ndarray, bits: np.ndarray) -> SpanPairs:
         begin = self._offsets(sentences)
-        passage = np.minimum(self._offsets(bounds[:, 1]) - begin, 2 * self._room)
+        passage_length = np.minimum(self._offsets(bounds[:, 1]) - begin, 2 * self._room)
         starts, lengths = [], []
         for side in (0, 1):
-            length = self._draw_lengths(bits[:, side], np.minimum(passage, self._room))
-            start = begin + draws.bounded_integers(bits[:, 2 + side], passage - length + 1)
+            length = self._draw_lengths(bits[:, side], np.minimum(passage_length, self._room))
+            start = begin + draws.bounded_integers(bits[:, 2 + side], passage_length - length + 1)
             for _ in range(_MAX_SKIPPED):
                 in_word = self._special_ids.continues[self._stream.ids[start]] & (length > 1)
                 start, length = start + in_word, length - in_word

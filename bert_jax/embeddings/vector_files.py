@@ -1,7 +1,7 @@
 """Files of vectors: .npz, .parquet and .jsonl. A file appears only when all vectors are written.
 
-.npz      vectors: float32 [rows, W], or a smaller type (`quantized`), a row for each text. Vectors
-          of tokens: a row for each token, with pieces (text) [rows] and offsets int64 [texts + 1]:
+.npz      vectors: float32 [rows, W], or a smaller type (`quantized`), a row for each text. With
+          a row for each token also pieces, the tokens, [rows], and offsets, int64 [texts + 1]:
           text i has the rows offsets[i] to offsets[i+1]
 .parquet  one row for each text: vector, or pieces and vectors
 .jsonl    one object for each text: {"vector": [...]}, or {"pieces": [...], "vectors": [[...], ...]}
@@ -30,9 +30,8 @@ from bert_jax.storage.workdir import absolute, create_folder, replace_atomically
 # Writes vectors [rows, W], and the tokens of each text if each token has a vector.
 Sink = Callable[[np.ndarray, list[list[str]] | None], None]
 
-# Nine digits distinguish all float32 values. "#" always writes a point: "-0" would lose its sign.
+# Nine digits distinguish all float32 values. "#" forces a decimal point: -0 would lose its sign.
 _FORMATS = {"f": "%#.9g", "i": "%d", "u": "%d"}
-
 
 # Writes sparse vectors [texts, V].
 SparseSink = Callable[[csr_array], None]
@@ -69,39 +68,39 @@ def _open_file(path: epath.Path, writers: Mapping[str, Any]) -> Iterator[IO[byte
 def open_writer(
     path: epath.Path,
     width: int,
-    token_length: int,
+    max_token_characters: int,
     dtype: np.dtype = np.dtype("<f4"),  # noqa: B008
 ) -> Iterator[Sink]:
     """Yields a function that adds texts to a file; the file appears when the context ends.
 
     Args:
       path: the file, whose suffix selects the format. An existing file is replaced.
-      token_length: maximum number of characters of a token; 0 if each text has one vector.
+      max_token_characters: maximum number of characters of a token; 0 if each text has one vector.
     """
     with (
         _open_file(path, _WRITERS) as file,
-        _WRITERS[path.suffix](file, width, token_length, dtype) as add,
+        _WRITERS[path.suffix](file, width, max_token_characters, dtype) as add,
     ):
         yield add
 
 
 @contextlib.contextmanager
-def _npz(file: IO[bytes], width: int, token_length: int, dtype: np.dtype) -> Iterator[Sink]:
+def _npz(file: IO[bytes], width: int, max_chars: int, dtype: np.dtype) -> Iterator[Sink]:
     """Collects the rows in temporary files, because a header needs the number of rows."""
     members: Members = {"vectors": (dtype, (width,))}
-    if token_length:
-        members["pieces"] = np.dtype(f"<U{token_length}"), ()
+    if max_chars:
+        members["pieces"] = np.dtype(f"<U{max_chars}"), ()
         members["offsets"] = np.dtype("<i8"), ()
-    with _open_archive(file, members) as (spool, rows):
+    with _open_archive(file, members) as (spool, row_counts):
 
         def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
-            first_row = rows["vectors"]
+            first_row = row_counts["vectors"]
             spool("vectors", vectors)
             if pieces is not None:
                 spool("pieces", [token for tokens in pieces for token in tokens])
                 spool("offsets", first_row + np.cumsum([len(tokens) for tokens in pieces]))
 
-        if token_length:
+        if max_chars:
             spool("offsets", [0])
         yield add
 
@@ -111,16 +110,16 @@ def _sparse_npz(file: IO[bytes], width: int) -> Iterator[SparseSink]:
     """Writes what `scipy.sparse.load_npz` reads."""
     members: Members = {"indices": (np.dtype("<i4"), ()), "indptr": (np.dtype("<i8"), ())}
     members |= {"data": (np.dtype("<f4"), ()), "shape": (np.dtype("<i8"), ())}
-    with _open_archive(file, members | {"format": (np.dtype("S3"), ())}) as (spool, rows):
+    with _open_archive(file, members | {"format": (np.dtype("S3"), ())}) as (spool, row_counts):
         spool("indptr", [0])
 
         def add(vectors: csr_array) -> None:
-            spool("indptr", rows["data"] + vectors.indptr[1:].astype(np.int64))
+            spool("indptr", row_counts["data"] + vectors.indptr[1:].astype(np.int64))
             spool("indices", vectors.indices)
             spool("data", vectors.data)
 
         yield add
-        spool("shape", [rows["indptr"] - 1, width])
+        spool("shape", [row_counts["indptr"] - 1, width])
         spool("format", [b"csr"])
 
 
@@ -143,7 +142,7 @@ def _open_archive(
 
     The archive is written when the context ends. `members` have the type and the shape of a row.
     """
-    rows = dict.fromkeys(members, 0)
+    row_counts = dict.fromkeys(members, 0)
     with contextlib.ExitStack() as stack:
         folder = epath.Path(file.name).parent
         spools = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in members}
@@ -151,9 +150,9 @@ def _open_archive(
         def spool(name: str, values: Any) -> None:
             array = np.ascontiguousarray(values, members[name][0])
             spools[name].write(array.data)
-            rows[name] += len(array)
+            row_counts[name] += len(array)
 
-        yield spool, rows
+        yield spool, row_counts
         with zipfile.ZipFile(file, "w") as archive:
             for name, (dtype, shape) in members.items():
                 # Without a time stamp: the same texts give the same bytes.
@@ -162,7 +161,7 @@ def _open_archive(
                     header = {
                         "descr": np.lib.format.dtype_to_descr(dtype),
                         "fortran_order": False,
-                        "shape": (rows[name], *shape),
+                        "shape": (row_counts[name], *shape),
                     }
                     np.lib.format.write_array_header_1_0(member, header)
                     spools[name].seek(0)
@@ -170,13 +169,13 @@ def _open_archive(
 
 
 @contextlib.contextmanager
-def _json_lines(file: IO[bytes], width: int, token_length: int, dtype: np.dtype) -> Iterator[Sink]:
+def _json_lines(file: IO[bytes], width: int, max_chars: int, dtype: np.dtype) -> Iterator[Sink]:
     row_format = f"[{', '.join([_FORMATS[dtype.kind]] * width)}]"
 
     def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
-        # A number with nine digits before the point has none after it, but JSON requires one.
-        texts = (row_format % tuple(row.tolist()) for row in vectors)
-        rows = (text.replace(".,", ".0,").replace(".]", ".0]") for text in texts)
+        # "%#.9g" may end in a point, but JSON requires a digit after it.
+        formatted = (row_format % tuple(row.tolist()) for row in vectors)
+        rows = (text.replace(".,", ".0,").replace(".]", ".0]") for text in formatted)
         if pieces is None:
             lines = (f'{{"vector": {row}}}\n' for row in rows)
         else:
@@ -191,12 +190,12 @@ def _json_lines(file: IO[bytes], width: int, token_length: int, dtype: np.dtype)
 
 
 @contextlib.contextmanager
-def _parquet(file: IO[bytes], width: int, token_length: int, dtype: np.dtype) -> Iterator[Sink]:
+def _parquet(file: IO[bytes], width: int, max_chars: int, dtype: np.dtype) -> Iterator[Sink]:
     import pyarrow as pa
     from pyarrow import parquet
 
     vector = pa.list_(pa.from_numpy_dtype(dtype), width)
-    if token_length:
+    if max_chars:
         schema = pa.schema([("pieces", pa.list_(pa.string())), ("vectors", pa.list_(vector))])
     else:
         schema = pa.schema([("vector", vector)])

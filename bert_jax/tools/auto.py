@@ -1,7 +1,7 @@
 """Chooses an experiment for a text, this machine and a number of hours.
 
-The choice depends on a sample of the text, the speed of a large matrix product, and the time of a
-few steps. docs/results/learning.md has the runs behind its rule.
+The choice depends on a sample of the text, the peak speed of the devices (measured on a CPU), and
+the time of a few steps. Its rule comes from the runs in docs/results/learning.md.
 """
 
 import collections
@@ -37,8 +37,8 @@ _LANGUAGES |= {"DEVANAGARI": "hi", "BENGALI": "bn", "TAMIL": "ta", "THAI": "th",
 _LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "ARMENIAN": "hy", "GEORGIAN": "ka"}
 # Fields of a corpus that determine how the sample is read, and its language.
 _SAMPLE_FIELDS = ("text_field", "encoding", "language")
-# The sample has _SAMPLE // _PARTS characters of each of about _PARTS files.
-_SAMPLE, _PARTS = 200_000, 20
+# Characters of the sample, and files among which they are divided.
+_SAMPLE, _SAMPLED_FILES = 200_000, 20
 # A shorter run is refused.
 _FEWEST_STEPS = 20
 
@@ -50,7 +50,7 @@ class Size(NamedTuple):
     layers: int
     width: int
     rows: int
-    tokens: int  # of the vocabulary
+    vocab_size: int
 
 
 # At 2.1e14 operations the second size is 0.12 nat better than the first on one text, 0.03 and 0.07
@@ -65,10 +65,10 @@ SIZES = (
     Size(2e17, 8, 512, 64, 30_000),
     Size(1e19, 12, 768, 128, 30_000),
 )
-# Width of a head; least bytes of text for each token of the vocabulary; bytes of a sentence; number
-# of documents into which a text is cut.
+# Width of an attention head; least bytes of text for each token of the vocabulary; bytes of a
+# sentence; least number of documents, into which a text of fewer files is cut.
 _HEAD, _BYTES_PER_TOKEN, _BYTES_PER_SENTENCE, _DOCUMENTS = 64, 100, 100, 50
-# Tokens of a row, and the share of them that is predicted. Held-out rows predict half that share.
+# Tokens of a row, and the share that is predicted; in held-out rows it is always 15 %.
 _LENGTH, _MASKED = 128, 0.3
 # Held-out rows, number of evaluations, and the time of a forward pass as a share of a step.
 _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
@@ -93,9 +93,8 @@ class Request(NamedTuple):
 
     text: str  # file or folder of text, or a source as in `corpus.sources`
     hours: float  # time on this machine, from now to the end of the run
-    base: (
-        str | None
-    )  # a folder made by `import`, whose encoder is trained further; None: a fresh one
+    # A folder made by `import`, whose encoder is trained further; None: a fresh one.
+    base: str | None
     settings: Sequence[str]  # `--set` strings, which override the choice
 
 
@@ -109,17 +108,17 @@ class Choice(NamedTuple):
 def choose_experiment(request: Request, workdir: Workdir, progress: Progress) -> Choice:
     """Makes the corpus and times steps in a workdir; returns the experiment that fits the hours.
 
-    The last part of the workdir is the run's name.
+    The run is named after the last component of the workdir's path.
     """
     start_time = time.monotonic()
     _, hours, base, settings = request
     given = _parse_settings(settings)
-    if rendezvous.read_process_info():  # before processes are connected, jax knows only this one
+    if rendezvous.read_process_info():  # jax counts only this one, until they connect
         raise InputError("auto: times the steps of a single process; use `bert-jax pretrain`")
     if "phases.0.steps" in given:
         raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
     text = examine_text(request.text, settings)
-    speed = hardware.peak_flops(_compute_type())
+    speed = hardware.peak_flops(_compute_type())  # from a table; measured on a CPU
     if speed is None:
         kind = jax.devices()[0].device_kind
         raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
@@ -136,7 +135,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     seconds = _step_seconds(experiment, workdir, progress)
     left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
-    experiment = config.override(experiment, settings)
+    experiment = config.override(experiment, settings)  # `_with_steps` may have changed them
     tokens = manifest["splits"]["train"]["tokens"]
     assumed = " (assumed from the script; set it with --language)"
     language = text.language + ("" if "corpus.language" in given else assumed)
@@ -151,27 +150,27 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
 
 
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
-    """Returns facts about a text, from a sample; a `corpus.language` in the settings holds."""
+    """Returns facts about a text, from a sample; `corpus.language` in the settings overrides it."""
     with prefix_errors(f"TEXT {path}"):
         text_corpus = Corpus(sources=(source_from_path(path),), encoding_errors="replace")
     given = _parse_settings(settings)
     fields = {name: given.get(f"corpus.{name}") for name in _SAMPLE_FIELDS}
     needed = [f"{name}={value}" for name, value in fields.items() if value is not None]
     text_corpus = config.override(text_corpus, needed)
-    extents = list(documents.extents(text_corpus))
+    files = list(documents.extents(text_corpus))  # none is cut
     sample = ""
-    for extent in extents[:: max(1, len(extents) // _PARTS)]:
-        end = len(sample) + _SAMPLE // _PARTS
-        parts = (document.chunks for document in documents.read_extent(extent, text_corpus))
-        for part in itertools.chain.from_iterable(parts):
-            sample += part[: end - len(sample)]
+    for file in files[:: max(1, len(files) // _SAMPLED_FILES)]:
+        end = len(sample) + _SAMPLE // _SAMPLED_FILES
+        chunks = (document.chunks for document in documents.read_extent(file, text_corpus))
+        for chunk in itertools.chain.from_iterable(chunks):
+            sample += chunk[: end - len(sample)]
             if len(sample) >= end:
                 break
-    size, script = sum(extent.bytes for extent in extents), find_script(sample)
+    size, script = sum(file.bytes for file in files), find_script(sample)
     language = text_corpus.language if fields["language"] else _LANGUAGES.get(script, "en")
     # Lower-casing also strips accents, which turns й into и and drops the vowel signs of Hindi.
     case = "uncased" if (language, script) == ("en", "LATIN") else "cased"
-    return Text(text_corpus.sources[0], size, len(extents), language, case)
+    return Text(text_corpus.sources[0], size, len(files), language, case)
 
 
 def _parse_settings(settings: Sequence[str]) -> dict[str, str]:
@@ -180,7 +179,7 @@ def _parse_settings(settings: Sequence[str]) -> dict[str, str]:
 
 
 def find_script(sample: str) -> str:
-    """Returns the commonest script of a text, as the names of its letters begin in Unicode."""
+    """Returns the commonest first word of the Unicode names of letters: the script of a text."""
     letters = collections.Counter(filter(str.isalpha, sample))
     scripts: collections.Counter[str] = collections.Counter()
     for letter, count in letters.items():
@@ -199,10 +198,10 @@ def _compute_type() -> Literal["float32", "bfloat16"]:
 def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
     """Returns the experiment of a fresh encoder, by the recipe of tiny.py; sets no steps yet.
 
-    The learning rate of all parameters except matrices falls with the width.
+    `peak_learning_rate`, of all parameters except the matrices that Muon trains, falls with width.
     """
     size = next(size for size in reversed(SIZES) if operations >= size.operations)
-    vocab_size = min(size.tokens, max(1_000, text.bytes // _BYTES_PER_TOKEN // 1_000 * 1_000))
+    vocab_size = min(size.vocab_size, max(1_000, text.bytes // _BYTES_PER_TOKEN // 1_000 * 1_000))
     recipe = config.load(os.fspath(SHIPPED / "tiny.py"))
     model = dataclasses.replace(
         recipe.model,
@@ -240,7 +239,7 @@ def _base_experiment(name: str, text: Text, base: str) -> Experiment:
 
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
-    """Returns the corpus of a text; cuts few files into documents, to hold some of them out."""
+    """Returns the corpus of a text. If it has few files, cuts them, to hold documents out."""
     cut = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
     return Corpus(
         sources=(text.source,),
@@ -285,9 +284,9 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
     """Returns the seconds that a step takes, without evaluations, saves and compiling."""
     run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
     progress.report(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
-    short = dataclasses.replace(experiment, run=run)
+    timed = dataclasses.replace(experiment, run=run)
     quiet = Progress(LineConsole(quiet=True))
-    (timing,) = budget.time_phases(short, workdir.root / "timing", quiet, _TIMED)
+    (timing,) = budget.time_phases(timed, workdir.root / "timing", quiet, _TIMED)
     return 1 / timing["steps_per_second"]
 
 
@@ -297,7 +296,7 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
     steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))
     if steps < _FEWEST_STEPS:
-        missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # it is rounded in the message
+        missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # the message rounds
         raise InputError(
             f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
             f"left after making the corpus; give at least {missing:.2g} hours more"
@@ -326,8 +325,8 @@ def expected_loss(experiment: Experiment, seen: int) -> str:
     """
     if experiment.init_from:
         return "not predicted, since the run starts from a base"
-    decade = 0.8 if seen > 6.3e6 else 1.14
-    below = 2.59 + decade * math.log10(max(seen, 1e6) / 6.3e6)
+    nats_per_decade = 0.8 if seen > 6.3e6 else 1.14
+    below = 2.59 + nats_per_decade * math.log10(max(seen, 1e6) / 6.3e6)
     below += 0.25 * (experiment.model.num_hidden_layers > SIZES[0].layers)
     nats = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
     return f"{nats} below the unigram baseline (measured on novels)"

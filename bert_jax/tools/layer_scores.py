@@ -2,8 +2,8 @@
 
 A linear layer learns a task from the embeddings and from each layer of the frozen encoder, as in
 `tasks.probes` (Jawahar et al. 2019, Tenney et al. 2019). A similarity needs no training: it is the
-cosine of both texts' mean outputs. The length of texts is always a task, since it needs no labels;
-it is the surface task of Conneau et al. 2018.
+cosine of both texts' mean outputs. The length of the first task's texts is always a task, too,
+since it needs no labels; it is the surface task of Conneau et al. 2018.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ def score_layers(
 ) -> dict[str, Any]:
     """Scores each layer of a model on the tasks of experiment files, on all devices.
 
-    Returns JSON: in `tasks` the `layer_record` of the length of texts, then that of each task.
+    Returns JSON, in `tasks` a `layer_record` of the length of texts, then one of each task.
     """
     tasks = [(name, task) for _, name, task in probes_lib.read_tasks(paths, _KINDS, _WHERE)]
     if _LENGTH in dict(tasks):
         raise InputError(f"{_WHERE}: the name {_LENGTH} is taken by length of texts; rename a task")
-    linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
-    probes, first = Probes(linear, where=_WHERE), tasks[0][1]
+    probed = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
+    probes, first = Probes(probed, where=_WHERE), tasks[0][1]
     with prefix_errors(_WHERE):
         splits = (draw_examples(first, split) for split in ("train", "validation"))
         lengths = _length_probe(first, *splits)
@@ -49,38 +49,39 @@ def score_layers(
         }
     if lengths is None:
         report(f"layers: all texts of {paths[0]} have the same length: {_LENGTH} is not scored")
-    probes.probes[:0] = [lengths] if lengths else []
+    else:
+        probes.probes.insert(0, lengths)
     for name, pairs in similar.items():
         if len({pair.label for pair in pairs}) < 2:
             raise InputError(
-                f"{_WHERE}: {name}: all validation pairs have the same score; add pairs with others"
+                f"{_WHERE}: {name}: all validation pairs have the same score; add different ones"
             )
     params = probes_lib.prepare_probes(probes, trained)
     records: dict[str, dict[str, Any]] = {}
     for probe in probes.probes:
         assert isinstance(probe, Probe)  # no other kind is among _KINDS
-        score, layer_scores = probe.task.main_score, probe.scores(params, "all")
-        records[probe.name] = layer_record(probe.name, score, probe.majority, layer_scores)
+        metric, layer_scores = probe.task.main_score, probe.scores(params, layers="all")
+        records[probe.name] = layer_record(probe.name, metric, probe.majority, layer_scores)
         report(f"layers: {probe.name} is scored")
     for name, pairs in similar.items():
-        score = dict(tasks)[name].main_score
-        records[name] = layer_record(name, score, 0.0, _similarity(score, pairs, trained))
+        metric = dict(tasks)[name].main_score
+        records[name] = layer_record(name, metric, 0.0, _similarity(metric, pairs, trained))
         report(f"layers: {name} is scored")
     in_order = [records[name] for name in (_LENGTH, *dict(tasks)) if name in records]
     return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": in_order}
 
 
-def layer_record(name: str, score: str, guess: float, scores: Sequence[float]) -> dict[str, Any]:
+def layer_record(name: str, metric: str, guess: float, scores: Sequence[float]) -> dict[str, Any]:
     """Returns the JSON of a task's scores on the embeddings and on each layer.
 
     `guess` is the score without an encoder, by the most frequent label; 0 for a similarity. `best`
     is the layer with the highest score. `centre` is the average of the layers, weighted by how much
-    each raises the best score below it; 0 if none does. It is like the expected layer of Tenney et
-    al. 2019, whose probes read all layers below at once.
+    each gains on the best score of all lower layers; 0 if none does. It is like the expected layer
+    of Tenney et al. 2019, whose probes read all layers below at once.
     """
     gains, best = np.diff(np.maximum.accumulate(scores)), int(np.argmax(scores))
     centre = float(gains @ np.arange(1, len(scores)) / gains.sum()) if gains.any() else 0.0
-    record = {"name": name, "score": score, "guess": guess, "scores": list(scores)}
+    record = {"name": name, "score": metric, "guess": guess, "scores": list(scores)}
     return record | {"best": best, "centre": centre}
 
 
@@ -97,13 +98,13 @@ def _length_probe(task: Task, train: list[Example], validation: list[Example]) -
     edges = edges[edges < max(counts)]
     if not len(edges):
         return None
-    labels, source = tuple(map(str, range(len(edges) + 1))), ("jsonl:its texts",)
+    labels, source = tuple(map(str, range(len(edges) + 1))), ("jsonl:its texts",)  # not read
     limit = {"max_sequence_length": task.max_sequence_length}
     length = Task(kind="classify", train=source, validation=source, **limit)
     return Probe(_LENGTH, length, labels, label_lengths(train), label_lengths(validation))
 
 
-def _similarity(score: str, pairs: Sequence[Sentence], trained: LoadedModel) -> tuple[float, ...]:
+def _similarity(metric: str, pairs: Sequence[Sentence], trained: LoadedModel) -> tuple[float, ...]:
     """Returns for each layer the correlation of cosines with the truth."""
     layers = range(trained.model.num_hidden_layers + 1)
     texts = [text for pair in pairs for text in pair.texts]
@@ -111,4 +112,4 @@ def _similarity(score: str, pairs: Sequence[Sentence], trained: LoadedModel) -> 
     vectors = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
     cosines = vectors.prod(axis=1).sum(-1)
     truth = np.array([pair.label for pair in pairs])
-    return tuple(float(scores.score(score, truth, values)) for values in cosines.T)
+    return tuple(float(scores.score(metric, truth, values)) for values in cosines.T)

@@ -76,7 +76,7 @@ def test_it_is_started_again_after_a_preemption_or_a_loss(
 
     def run(command, **shape):
         commands.append(tuple(command))
-        return pod.ProcessResult(*left.pop(0))
+        return pod.PodResult(*left.pop(0))
 
     monkeypatch.setattr(pod, "run", run)
     words = [str(small), "--workdir", str(tmp_path / "run"), "--retries", "2"]

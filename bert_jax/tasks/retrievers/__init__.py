@@ -1,1 +1,1 @@
-"""The kinds of tasks whose vectors of queries and of texts are compared by a score."""
+"""Kinds of tasks that score texts for queries by their vectors."""

@@ -1,7 +1,7 @@
 """The kind `multi_vector`: a vector for each token, as ColBERT (Khattab and Zaharia 2020).
 
 The score of a text for a query is MaxSim, see `similarity.max_similarities`. A query is extended
-with [MASK] to a fixed number of tokens; unlike in the paper, all its tokens attend to these.
+with [MASK] to a fixed number of tokens; unlike in the paper, its other tokens attend to them.
 Punctuation in texts has no vector. ColBERT marks queries and texts by a first token; here prompts
 (`task.query_prefix`, `task.text_prefix`) do so.
 
@@ -39,12 +39,12 @@ class MultiVectorObjective(RetrieverObjective):
 
     @property
     def base_parts(self) -> tuple[str, ...]:
-        return "encoder", "projection"
+        return "encoder", "projection"  # the parts of a base that are kept
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
         kept = (rule for rule in super().rules if rule != HEAD_RULE)
-        return [*kept, sharding.Rule("projection/kernel")]
+        return [*kept, sharding.Rule("projection/kernel")]  # on each device, whole
 
     def init_params(self, key: jax.Array) -> Tree:
         params = super().init_params(key)
@@ -99,11 +99,11 @@ class MultiVector(Retriever):
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
         width = experiment.multi_vector.width
         if "projection" in base.params:
-            learned = base.params["projection"]["kernel"].shape[1]
-            if learned != width:
+            base_width = base.params["projection"]["kernel"].shape[1]
+            if base_width != width:
                 raise InputError(
                     f"multi_vector.width={width}: the vectors of {experiment.init_from} have "
-                    f"{learned} numbers; set it to {learned}"
+                    f"{base_width} numbers; set it to {base_width}"
                 )
         return super().objective_fields(experiment, base)
 

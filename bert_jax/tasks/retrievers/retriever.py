@@ -62,7 +62,7 @@ class RetrieverObjective(TaskObjective):
     def vectors(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns the vectors of each row, float32 [B, ...]; for the arguments see `logits`."""
+        """Returns the vectors of each row, float32 [B, ...]; see `TaskObjective.logits`."""
         raise NotImplementedError
 
     def predict(
@@ -87,7 +87,7 @@ class RetrieverObjective(TaskObjective):
         noise: layers.Noise | None,
         loop: Loop,
     ) -> losses_lib.Metrics:
-        """Computes the metrics of a batch from its vectors."""
+        """Returns {metric: [sum, weight]} of a batch, the loss among them, from its vectors."""
         settings, per_example, axes = self.settings, self.rows_per_example, mesh_lib.manual_axes()
         rows = jax.tree.map(
             lambda x: x.reshape(-1, per_example, *x.shape[1:]), self.scoring_inputs(vectors, batch)
@@ -103,11 +103,11 @@ class RetrieverObjective(TaskObjective):
             )
             sums = {"loss": (weights * losses).sum(), "accuracy": (weights * hits).sum()}
             return {name: jnp.stack([x, weights.sum()]) for name, x in sums.items()}
-        alone = jax.tree.map(lambda x: x[:, None], queries)
-        scores = jax.vmap(self.score_pairs)(alone, texts)[:, 0]
+        single_queries = jax.tree.map(lambda x: x[:, None], queries)
+        scores = jax.vmap(self.score_pairs)(single_queries, texts)[:, 0]
         targets = batch["scores"][::per_example]
         sums = similarity.score_distillation(loss, scores, targets, weights, settings.temperature)
-        return {"loss": sums}
+        return {"loss": sums}  # [sum, weight]
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
@@ -137,9 +137,8 @@ def candidates_from_cells(task: Task, location: str, texts: Cells, labels: Cells
     if not labels:
         return Candidates(location, query, candidates, None)
     cell = labels[0] if isinstance(labels[0], list) else [labels[0]]
-    return Candidates(
-        location, query, candidates, scores_from_cell(location, cell, len(candidates))
-    )
+    scores = scores_from_cell(location, cell, len(candidates))
+    return Candidates(location, query, candidates, scores)
 
 
 def _role_of(passage: Passage) -> TextRole:
@@ -149,7 +148,7 @@ def _role_of(passage: Passage) -> TextRole:
 class Retriever(Rank):
     """A kind that scores texts for a query by their vectors: a row for each query and each text."""
 
-    reads, packs_rows = "vectors", True
+    reads, packs_rows = "vectors", True  # vectors are compared without a head
     parse_cells = staticmethod(candidates_from_cells)
     form: ClassVar[VectorForm] = DENSE
     form_name: ClassVar[Literal["sparse", "multi_vector"]]
@@ -164,13 +163,13 @@ class Retriever(Rank):
         super().__init__(task, labels, tokenizer)
         self.vectors = vectors
         self._prefixes = {"query": vectors.query_prefix, "document": vectors.text_prefix}
-        # Number of tokens of a text that fit behind the longer prefix.
+        # Room for a text's tokens after the longer prefix; the space between belongs to the text.
         longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
         self._text_limit = max(task.max_sequence_length - 2 - longest, 0)
 
     @staticmethod
     def parse_passages(passages: Sequence[Passage]) -> Iterator[Any]:
-        return iter(passages)
+        return iter(passages)  # without `Rank`'s first stage, all texts are ranked
 
     @classmethod
     def restore(
@@ -194,10 +193,14 @@ class Retriever(Rank):
 
     @classmethod
     def read_training(
-        cls, experiment: Finetuning, base: Base, tally: Tally, run_teacher: bool = True
+        cls,
+        experiment: Finetuning,
+        base: Base,
+        tally: Tally,
+        run_teacher: bool = True,  # no effect: scores are read, so no teacher runs
     ) -> TrainingSet:
         task = experiment.task
-        kind = cls(task, (), base.tokenizer, cls.vector_settings(experiment, base))
+        retriever = cls(task, (), base.tokenizer, cls.vector_settings(experiment, base))
         loss = getattr(experiment, task.kind).loss
         label_mode: examples_lib.Labelling = "unlabelled" if loss == "contrastive" else "labelled"
         examples = cast(list[Candidates], examples_lib.read(task, task.train, label_mode, tally))
@@ -207,12 +210,14 @@ class Retriever(Rank):
                     f"{example.location}: has one text, which {task.kind}.loss={loss} cannot "
                     f"compare with others; add texts, or set {task.kind}.loss=contrastive"
                 )
-        rows = kind.rows(examples)
-        kind.rows_per_example = rows.rows_per_example
-        batches = kind.make_batches(rows, experiment)
+        rows = retriever.rows(examples)
+        retriever.rows_per_example = rows.rows_per_example
+        batches = retriever.make_batches(rows, experiment)
         hashes = (examples_lib.sha256(examples, ()),)
-        text_keys = frozenset(map(examples_lib.text_key, examples))
-        return TrainingSet(kind, len(examples), batches, rows, (), hashes, text_keys)
+        keys = frozenset(map(examples_lib.text_key, examples))
+        return TrainingSet(
+            retriever, len(examples), batches, rows, examples=(), identity=hashes, text_keys=keys
+        )
 
     def make_batches(self, rows: TaskRows, experiment: Finetuning) -> TaskBatches:
         """Returns the batches of the training rows."""
@@ -243,7 +248,7 @@ class Retriever(Rank):
         scores = np.full((len(lists), count), np.nan, np.float32)
         for example, targets in zip(lists, scores, strict=True):
             location, missing = example.location, count - len(example.candidates)
-            texts.append((example.query, "query", location))
+            texts.append((example.query, "query", location))  # the first of `example.texts`
             padded = [*example.candidates, *[""] * missing]
             texts.extend((text, "document", location) for text in padded)
             keys += [*(self._key(text, location) for text in example.texts), *[0] * missing]
@@ -284,7 +289,7 @@ class Retriever(Rank):
             yield self.form.score(self.form.stack([vectors[first]]), self.form.stack(texts))[0]
 
     def answer_scores(self, scores: np.ndarray) -> np.ndarray:
-        return scores
+        return scores  # answers show them as they are
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
         """Returns retrieval metrics of a BEIR folder, else mean ranking metrics of the queries."""

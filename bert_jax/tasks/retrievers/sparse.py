@@ -64,8 +64,7 @@ class SparseObjective(RetrieverObjective):
         model = fill_params(params, EncoderWithMaskedLM, self.model)
         hidden, mask = encode_texts(model.encoder, self.model, batch, noise, loop)
         logits = heads.token_logits(model, self.model, hidden)
-        # Without the logits that pad the vocabulary.
-        return similarity.pool_logits(logits, mask)[:, : self.model.vocab_size]
+        return similarity.pool_logits(logits, mask)[:, : self.model.vocab_size]  # no padding
 
     def compress_output(self, values: np.ndarray) -> csr_array:
         return csr_array(values[None])
@@ -96,7 +95,7 @@ class SparseObjective(RetrieverObjective):
             for coefficient, part in parts
         )
         penalty = penalty * batch["penalty_share"][0]
-        # The shards' parts of the penalty add up, but a metric is divided by the total count.
+        # Times the total count, by which all metrics are divided later.
         count = metrics["loss"][1]
         total = jax.lax.psum(count, axes) if axes else count
         metrics["penalty"] = jnp.stack([penalty * total, count])
@@ -104,7 +103,7 @@ class SparseObjective(RetrieverObjective):
 
 
 class SparseBatches(TaskBatches):
-    """Batches with the share of the penalties that applies in a step, `penalty_share`, [B]."""
+    """Batches with `penalty_share` [B], the factor of the penalties, which rises to 1 at first."""
 
     def __init__(self, rows: TaskRows, pad_id: int, experiment: Finetuning):
         super().__init__(rows, pad_id, experiment.batch_size, experiment.seed)

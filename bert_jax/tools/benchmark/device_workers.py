@@ -11,11 +11,12 @@ from typing import Any
 from etils import epath
 
 from bert_jax import system
-from bert_jax.config import Finetuning, Model, code
+from bert_jax.config import Finetuning, Model
+from bert_jax.config import code as code_lib
 from bert_jax.data.workers import Worker, WorkerDied
 from bert_jax.storage.workdir import create_folder
 
-# The blocks of chips of one host, by their number, as libtpu names them.
+# Values of TPU_CHIPS_PER_PROCESS_BOUNDS by the number of chips of a process.
 _TPU_BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 # Bytes of a process without the run: Python, JAX, compiled programs.
 _PROCESS_BYTES = 10**9
@@ -24,29 +25,29 @@ _PROCESS_BYTES = 10**9
 def bytes_of_run(model: Model, parameters: int, experiment: Finetuning) -> int:
     """Estimates the memory of this machine that a fine-tuning needs.
 
-    Weights, gradients and two moments are float32. On a CPU the activations are here, too
+    Weights, gradients and two moments are float32. On a CPU it also holds the activations
     (Korthikanti et al. 2022, equation 2, with four bytes for each number instead of two).
     """
     needed = _PROCESS_BYTES + 16 * parameters
     if not system.accelerator_count():
-        length, tokens = experiment.task.max_sequence_length, experiment.batch_size
-        tokens *= length
-        each = 34 * model.hidden_size + 5 * model.num_attention_heads * length
-        needed += 2 * model.num_hidden_layers * tokens * each
+        length = experiment.task.max_sequence_length
+        tokens = experiment.batch_size * length
+        per_token = 34 * model.hidden_size + 5 * model.num_attention_heads * length
+        needed += 2 * model.num_hidden_layers * tokens * per_token
     return needed
 
 
 def environment_of(number: int, count: int) -> dict[str, str]:
     """Returns the variables by which process `number` of `count` sees only its accelerators."""
-    each = system.accelerator_count() // count
-    names = ",".join(str(number * each + place) for place in range(each))
+    devices = system.accelerator_count() // count
+    names = ",".join(str(number * devices + place) for place in range(devices))
     visible = {
         "CUDA_VISIBLE_DEVICES": names,
         "TPU_VISIBLE_CHIPS": names,
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_BLOCKS.get(each, f"1,{each},1"),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_BLOCKS.get(devices, f"1,{devices},1"),
         "TPU_PROCESS_BOUNDS": "1,1,1",
     }
-    return visible if each else {}
+    return visible if devices else {}
 
 
 class DeviceWorkers:
@@ -72,7 +73,7 @@ class DeviceWorkers:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Waits for an idle process, and returns the result of a call there.
 
-        A process that dies while others run has probably met the end of the memory: its call is
+        If a process dies while several calls may run, memory has probably run out: its call is
         repeated, and from then on one call runs at a time.
         """
         while True:
@@ -101,13 +102,13 @@ class DeviceWorkers:
         with self._changed:
             self._changed.wait_for(may_run)
             if self._is_closed:
-                raise WorkerDied(0)
+                raise WorkerDied(code=0)
             return self._idle.pop(), self._limit
 
     def _start(self, number: int) -> Worker:
-        environment = os.environ | code.environment() | environment_of(number, self.count)
+        environment = os.environ | code_lib.environment() | environment_of(number, self.count)
         log = self._folder / f"process-{number}.log"
-        with create_folder(self._folder), open(log, "ab") as output:
+        with create_folder(self._folder), open(log, "ab") as output:  # removed again on failure
             worker = Worker(environment, output)
         if hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))[number :: self.count]

@@ -1,7 +1,7 @@
 """The files of predictions that the servers and scripts of benchmarks read.
 
 INDEX and PREDICTION   a table for GLUE (https://gluebenchmark.com/faq), with the names of labels
-{ID: ANSWER}           the JSON for the scripts of SQuAD; "" is no answer
+{ID: ANSWER}           the JSON for the scripts of SQuAD; "" stands for no answer
 WORD TAG PREDICTED     the columns for conlleval of CoNLL-2000, a blank line after each sentence
 """
 
@@ -40,7 +40,7 @@ def write_predictions(
 
 
 def _label(answer: dict[str, Any], file: PredictionFile) -> str:
-    """Returns the name of a label, or a number within the range of the file."""
+    """Returns the name of a label, or a number, clipped to the range of the file."""
     if "value" not in answer:
         return answer["label"]
     low, high = file.number_range or (-math.inf, math.inf)

@@ -12,7 +12,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats
 from bert_jax.tasks.examples import Example, Sentence, Tally
 
-# With a larger share of broken rows we take a file for one of another layout, even if the task says
+# With a larger share of broken rows we assume that a file has another layout, even if the task says
 # `broken_rows="skip"`.
 _MOST_BROKEN = 0.05
 
@@ -29,7 +29,7 @@ class CheckedTask(NamedTuple):
 def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
     """Reads all files of a suite, and applies the `--set` strings to its experiments.
 
-    Raises InputError first for a missing file, then for a row of another layout.
+    Raises InputError first for missing files, then for files with too many broken rows.
     """
     for task in suite.tasks:
         _require_files(task, folder)
@@ -40,21 +40,21 @@ def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[Chec
             task = dataclasses.replace(task, experiment=experiment)
             located = config.locate_files(experiment, folder).task
             splits = (_read_split(located, name) for name in ("train", "validation"))
-            examples = "-".join(examples_lib.sha256(split, ()) for split in splits)
+            examples_hash = "-".join(examples_lib.sha256(split, labels=()) for split in splits)
             rows = {f.output: read_file(f, located, folder) for f in task.predictions}
-            files = {n: examples_lib.sha256((row for _, row in r), ()) for n, r in rows.items()}
-        checked.append(CheckedTask(task, folder, examples, files))
+            hashes = {n: examples_lib.sha256((e for _, e in r), labels=()) for n, r in rows.items()}
+        checked.append(CheckedTask(task, folder, examples_hash, hashes))
     return checked
 
 
 def _require_files(task: SuiteTask, folder: str) -> None:
     fields = task.experiment.task
-    downloads = dict.fromkeys((*fields.train, *fields.validation), task.download)
-    downloads |= {file.source: file.download or task.download for file in task.predictions}
-    for source, download in downloads.items():
-        word, _, path = config.locate_source(source, folder).partition(":")
-        if word != "tfds" and not os.path.isfile(path):
-            raise InputError(f"{os.path.normpath(path)}: no such file; {download}")
+    advice = dict.fromkeys((*fields.train, *fields.validation), task.download)
+    advice |= {file.source: file.download or task.download for file in task.predictions}
+    for source, what_to_download in advice.items():
+        kind, _, path = config.locate_source(source, folder).partition(":")
+        if kind != "tfds" and not os.path.isfile(path):
+            raise InputError(f"{os.path.normpath(path)}: no such file; {what_to_download}")
 
 
 def _read_split(task: config.Task, split: str) -> Iterator[Example]:
@@ -73,7 +73,7 @@ def _read_split(task: config.Task, split: str) -> Iterator[Example]:
 def read_file(
     file: PredictionFile, task: config.Task, folder: str
 ) -> Iterator[tuple[str, Example]]:
-    """Yields the index and the example of each row of a file that is to be predicted.
+    """Yields the index and the example of each row of a file whose labels are to be predicted.
 
     A blank text is an example here, since the file of predictions needs all rows. Rows of `span`
     and `tag` have the index "".

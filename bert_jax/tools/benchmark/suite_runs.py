@@ -3,10 +3,10 @@
 OUT/benchmark.json     scores of finished runs, and the predictions that are written
 OUT/table.txt          the table; also as table.csv and table.html
 OUT/runs/              a workdir for each run
-OUT/bases/             models that other tasks start from (rules `intermediate`)
+OUT/bases/             models that other tasks start from (rules `intermediate`, see `SuiteTask`)
 OUT/predictions/       files of predictions of the best runs
 OUT/processes/         what the processes print, if runs are trained side by side
-OUT/glue.zip           those that name this archive, to send to a server
+OUT/glue.zip           the files of predictions that name this archive, to send to a server
 
 The scores of a run are stored under a hash of its settings, base and examples, so no run is trained
 twice. Names of workdirs end in this hash.
@@ -50,13 +50,13 @@ from bert_jax.tools.report import times
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
-_MEND = "remove it; all tasks are then run again"
+_REMEDY = "remove it; all tasks are then run again"
 
 Entry = dict[str, Any]  # a finished run, see `Benchmark._keep`
 
 
 class Start(NamedTuple):
-    """The model that runs start from."""
+    """The model from which runs start."""
 
     path: str
     key: str  # hash of a base, or the name of the run that made it
@@ -76,7 +76,7 @@ class TaskResult:
         """Returns the run with the highest main score; None if none is finished."""
         return max(self.seed_runs, key=lambda entry: entry["scores"]["score"], default=None)
 
-    def mean(self, score: SuiteScore) -> tuple[float, float]:
+    def stats(self, score: SuiteScore) -> tuple[float, float]:
         """Returns mean and standard deviation (n - 1) over seeds; nan if there are too few."""
         values = [entry["scores"][score.name] for entry in self.seed_runs]
         mean = statistics.fmean(values) if values else math.nan
@@ -110,7 +110,7 @@ class Benchmark:
     def _read(self) -> dict[str, Any]:
         path = self.root / "benchmark.json"
         if path.exists():
-            record = read_json(path, FORMAT_VERSION, damage_remedy=_MEND)
+            record = read_json(path, FORMAT_VERSION, damage_remedy=_REMEDY)
             if record["name"] == self.suite.name:
                 return record
         elif not self.root.exists() or {p.name for p in self.root.iterdir()} <= {"lock"}:
@@ -119,19 +119,20 @@ class Benchmark:
         raise InputError(f"{self.root}: holds another suite or other files; choose another --out")
 
     def run(self, base: str, on_result: Callable[[], None] = lambda: None) -> session.Outcome:
-        """Trains the missing runs, from `base` (or a run), or from the best run of another task.
+        """Trains the missing runs from `base`, a folder or a run, or from another task's best run.
 
         The other tasks are trained even if a run fails. `on_result` is called after each task.
         """
         start, run_bytes = self._call(_read_base, base, self._tasks)
-        # By the name of the task whose best run is the start; "" is `base`.
+        # {name of the task whose best run is the start: the start}; "" is for `base`.
         starts: dict[str, Future[Start | None]] = {"": _call_now(lambda: start)}
         outcomes: dict[str, Future[session.Outcome]] = {}
         self._write()  # marks the folder as a suite's
         with contextlib.ExitStack() as stack:
             submit = _call_now
             if self._workers is not None:
-                submit = stack.enter_context(ThreadPoolExecutor(2 * len(self._tasks))).submit
+                pool = ThreadPoolExecutor(2 * len(self._tasks))  # tasks wait for starts
+                submit = stack.enter_context(pool).submit
                 stack.callback(self._workers.close)  # before the threads are waited for
                 count = self._workers.fit_to_memory(run_bytes)
                 gigabytes = f"about {run_bytes / 1e9:.1f} GB each"
@@ -149,20 +150,18 @@ class Benchmark:
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function that uses devices: here, or in a process that has some."""
-        return (
-            function(*arguments)
-            if self._workers is None
-            else self._workers.call(function, *arguments)
-        )
+        if self._workers is None:
+            return function(*arguments)
+        return self._workers.call(function, *arguments)
 
     def _finish_task(
         self, number: int, start: "Future[Start | None]", on_result: Callable[[], None]
     ) -> session.Outcome:
         """Trains the missing runs of a task, and writes its predictions."""
-        origin, task = start.result(), self._tasks[number]
-        if origin is None:  # all runs of the task that this one starts from have failed
+        model, task = start.result(), self._tasks[number]
+        if model is None:  # all runs of the task that this one starts from have failed
             return "failed"
-        self.results[number], outcome = self._run_task(task, origin)
+        self.results[number], outcome = self._run_task(task, model)
         jax.clear_caches()
         if (best := self.results[number].best) and outcome != "stopped":
             self._predict(task, best)
@@ -189,7 +188,7 @@ class Benchmark:
         runs, last = self._run_members(task, start, [*fixed, seeds])
         unique = {entry["folder"]: entry for entry in (*searched, *runs)}
         minutes = sum(entry["minutes"] for entry in unique.values())
-        return TaskResult(task.task, chosen, runs, minutes), outcome if last == "finished" else last
+        return TaskResult(task.task, chosen, runs, minutes), _worst([outcome, last])
 
     def _run_members(
         self, task: CheckedTask, start: Start, axes: Sequence[str]
@@ -223,11 +222,11 @@ class Benchmark:
                 return None, "stopped"
             title = f"{task.task.name}, {position}: {name}"
             self._progress.report(f"benchmark {self.suite.name}: {title}")
-            folder = f"{task.task.name}_{name}-{key[:8]}"
+            run_name = f"{task.task.name}_{name}-{key[:8]}"
             located = config.locate_files(experiment, task.folder)
-            origin = config.origin_of(self.suite.name, overrides, located)
-            member = SweepRun(folder, settings, located, origin)
-            arguments = member, start.path, self.root / "runs" / folder
+            origin = config.origin_of(self.suite.name, overrides, located)  # for origin.json
+            member = SweepRun(run_name, settings, located, origin)
+            arguments = member, start.path, self.root / "runs" / run_name
             if self._workers is None:
                 outcome, evaluations = sweep.run_member(*arguments, self._progress)
             else:
@@ -241,7 +240,7 @@ class Benchmark:
     def _keep(self, key: str, member: SweepRun, scores: dict[str, Any]) -> None:
         """Stores a finished run."""
         lines = JsonLines(Workdir(self.root / "runs" / member.folder).timings).read()
-        seconds = times.account(lines)  # by what they were spent on; `away` is between two starts
+        seconds = times.account(lines)  # by activity; `away`: while the run was interrupted
         with self._lock:
             self._record["runs"][key] = {
                 "folder": member.folder,
@@ -258,9 +257,9 @@ class Benchmark:
     # --- models and predictions of the best runs --------------------------------------------------
 
     def _make_start(self, name: str, outcome: "Future[session.Outcome]") -> Start | None:
-        """Returns the best model of a task as a base, made if it is missing; None without a run.
+        """Returns the best model of a task as a base, made if missing; None if no run has finished.
 
-        `outcome` is that of the task, which is waited for.
+        Waits for the task, whose future is `outcome`.
         """
         outcome.result()
         best = next(result for result in self.results if result.task.name == name).best
@@ -309,23 +308,23 @@ class Benchmark:
 def _read_base(base: str, tasks: Sequence[CheckedTask]) -> tuple[Start, int]:
     """Reads the base; raises InputError if a task cannot start from it.
 
-    Returns:
-      The start, and the bytes of memory of the largest run.
+    The first task's experiment stands for all. Returns the start, and the bytes of memory of the
+    largest run.
     """
     read = adaptation.read_base(config.override(tasks[0].task.experiment, [f"init_from={base}"]))
-    parameters, needed = sum(leaf.size for leaf in jax.tree.leaves(read.params)), []
+    parameters, run_bytes = sum(leaf.size for leaf in jax.tree.leaves(read.params)), list[int]()
     for task in tasks:
         experiment = task.task.experiment
         with prefix_errors(task.task.name):
             adaptation.require_usable(read.model, experiment, base)
-        needed.append(bytes_of_run(read.model, parameters, experiment))
-    return Start(base, read.sha256), max(needed)
+        run_bytes.append(bytes_of_run(read.model, parameters, experiment))
+    return Start(base, read.sha256), max(run_bytes)
 
 
 def _train(
     member: SweepRun, base: str, workdir: epath.Path
 ) -> tuple[session.Outcome, list[dict[str, Any]]]:
-    """Trains a run in a process of its own, see `sweep.run_member`; frees its programs."""
+    """Trains a run in a process of its own, see `sweep.run_member`; then drops its programs."""
     ended = sweep.run_member(member, base, workdir, Progress(LineConsole()))
     jax.clear_caches()
     return ended
@@ -353,7 +352,7 @@ def _write_predictions(
 
 
 def _call_now(function: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """Calls a function, and returns its result as that of a thread."""
+    """Calls a function; returns its result as a finished future, like `Executor.submit`."""
     future: Future[T] = Future()
     future.set_result(function(*arguments))
     return future

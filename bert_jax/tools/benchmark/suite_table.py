@@ -16,10 +16,8 @@ def write(benchmark: Benchmark) -> None:
     """Writes `table.txt`, `table.csv` and `table.html` into the folder of a suite."""
     root = benchmark.root
     write_atomic(root / "table.txt", "".join(f"{line}\n" for line in lines(benchmark)))
-    write_atomic(
-        root / "table.csv",
-        PageTable(_COLUMNS, list(_rows(benchmark, lambda share: repr(100 * share), ""))).csv(),
-    )
+    table = PageTable(_COLUMNS, list(_rows(benchmark, lambda score: repr(100 * score), "")))
+    write_atomic(root / "table.csv", table.csv())
     write_atomic(root / "table.html", _html(benchmark))
 
 
@@ -30,7 +28,8 @@ def lines(benchmark: Benchmark) -> Iterator[str]:
 
 
 def _table(benchmark: Benchmark) -> PageTable:
-    return PageTable(_COLUMNS, list(_rows(benchmark, lambda share: f"{100 * share:.2f}", "-")), 2)
+    rows = list(_rows(benchmark, lambda score: f"{100 * score:.2f}", "-"))
+    return PageTable(_COLUMNS, rows, text_columns=2)
 
 
 def _notes(benchmark: Benchmark) -> list[str]:
@@ -44,10 +43,11 @@ def _rows(benchmark: Benchmark, text: Callable[[float], str], missing: str) -> I
     for result in benchmark.results:
         for number, score in enumerate(result.task.scores):
             best = [result.best["scores"][score.name]] if result.best else [math.nan]
-            values = (missing if math.isnan(x) else text(x) for x in (*result.mean(score), *best))
+            values = (missing if math.isnan(x) else text(x) for x in (*result.stats(score), *best))
             # The first row of a task has the minutes of all its runs.
             minutes = f"{result.minutes:.1f}" if result.seed_runs and not number else ""
             name = score.title or result.task.name
+            # A score's name is METRIC or METRIC/FILE.
             yield [
                 *(name, score.name.partition("/")[0], str(len(result.seed_runs)), *values, minutes),
                 *(score.dev or missing, score.test or missing),
@@ -65,6 +65,7 @@ def _html(benchmark: Benchmark) -> str:
         notes=_notes(benchmark),
         details_heading="Chosen settings, and the best run of each task",
         details=[_detail(result) for result in benchmark.results],
+        # The template's place for figures.
         learning=[("", figures)] if any(result.seed_runs for result in benchmark.results) else [],
     )
 
@@ -79,7 +80,7 @@ def _dots(benchmark: Benchmark) -> str:
     names, means, bars = [], [], []
     for result in benchmark.results:
         for score in result.task.scores if result.seed_runs else ():
-            mean, deviation = result.mean(score)
+            mean, deviation = result.stats(score)
             names.append(f"{score.title or result.task.name}, {score.name.partition('/')[0]}")
             means.append(mean)
             bars.append(0.0 if math.isnan(deviation) else deviation)

@@ -1,1 +1,1 @@
-"""The rules of google-research/bert, checked against what it and others gave."""
+"""Checks the rules of google-research/bert against stored outputs of it and of other code."""

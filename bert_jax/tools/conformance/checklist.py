@@ -20,7 +20,7 @@ from bert_jax.training import mesh
 def check() -> Iterator[ReferenceRule]:
     """Checks every rule of the reference, and yields the results; takes some twenty seconds."""
     mesh.make_mesh(Parallelism())  # raises InputError if the device does not exist
-    # The rules concern formulas, so no device may round float32 in products.
+    # The rules concern formulas, so products use full float32 precision on all devices.
     with jax.default_matmul_precision("highest"):
         for part in (data_rules, optimizer_rules, model_rules):
             yield from part.check()
@@ -29,7 +29,7 @@ def check() -> Iterator[ReferenceRule]:
 def check_rules(experiment: Experiment | None) -> bool:
     """Prints a line for each rule, and an experiment's deviations; returns whether all rules hold.
 
-    With an experiment differences are printed as bounds, so the text is the same on every machine.
+    With an experiment, differences are printed as bounds: the text is the same on all machines.
     """
     checked = []
     for rule in check():
@@ -74,8 +74,8 @@ _LARGE = dataclasses.replace(
     optimizer=dataclasses.replace(_BASE.optimizer, reference_replicas=128),
 )
 
-# Identity fields that do not matter here, that only have a meaning together with another field, or
-# that `_EVERY_RUN` explains.
+# Settings that determine the results (role "identity") but do not matter here, that only have a
+# meaning together with another setting, or that `_EVERY_RUN` explains.
 _LEFT_OUT = re.compile(
     r"name|seed|corpus\.(text_field|encoding|language|case|validation_share)|data\.eval_.*|"
     r"model\.dropout_rng|optimizer\.(bad_steps_in_a_row|after_bad_steps)|"
@@ -108,8 +108,8 @@ def deviations(experiment: Experiment) -> list[tuple[str, str]]:
     comments = {setting.path: setting.comment for setting in explain.settings(Experiment)}
     settings = []
     for path in dict.fromkeys([*values, *paper]):
-        value, papers = values.get(path, "absent"), paper.get(path, "absent")
-        if value != papers and not _LEFT_OUT.fullmatch(path):
+        value, paper_value = values.get(path, "absent"), paper.get(path, "absent")
+        if value != paper_value and not _LEFT_OUT.fullmatch(path):
             comment = comments[re.sub(r"\.\d+\.", ".N.", path)]
-            settings.append((f"{path}={value!r}", f"the paper has {papers!r}. {comment}"))
+            settings.append((f"{path}={value!r}", f"the paper has {paper_value!r}. {comment}"))
     return [*settings, *_EVERY_RUN.items()]

@@ -21,6 +21,7 @@ from bert_jax.tools.conformance.rule import ReferenceRule, count_differences
 
 _rule = functools.partial(ReferenceRule, "data")
 _text_rule = functools.partial(ReferenceRule, "tokenizer")
+_KEY = (0, 0)  # of the draws
 
 Instances = list[dict[str, Any]]
 
@@ -92,9 +93,7 @@ def _instances() -> Iterator[ReferenceRule]:
     )
     yield rule("tokens masked in shuffled order", itemgetter("masked_lm_positions"), "piece")
     yield rule(
-        "whole words masked, none that would overflow",
-        itemgetter("masked_lm_positions"),
-        "word",
+        "whole words masked, none that would overflow", itemgetter("masked_lm_positions"), "word"
     )
     yield rule("labels are the original tokens, by position", itemgetter("masked_lm_ids"))
     yield rule("80 % [MASK], 10 % kept, 10 % replaced, drawn in order", itemgetter("input_ids"))
@@ -123,7 +122,7 @@ class _CountingDraws(draws.SequentialDraws):
 
 
 def _pairs() -> Iterator[ReferenceRule]:
-    """Plans 60 documents whose token ids are their positions."""
+    """Checks pairs made from 60 documents whose token ids are their positions."""
     rng = np.random.default_rng(0)
     numbers = iter(range(10**6))
     documents = [
@@ -134,8 +133,8 @@ def _pairs() -> Iterator[ReferenceRule]:
     order = counting.shuffled_order(len(documents))
     flat = stream.make_stream([documents[i] for i in order], np.uint32)
     rows = np.concatenate([*pairs.reference_pairs(flat, 64, 0.5, counting)])
-    off = abs(counting.targets - len(documents))
-    yield _rule("a target length is drawn once a document", "targets drawn with 60 documents", off)
+    err = abs(counting.targets - len(documents))
+    yield _rule("a target length is drawn once a document", "targets drawn with 60 documents", err)
     used = np.zeros(len(flat.ids), int)
     for row in rows:
         used[row["a_offset"] : row["a_offset"] + row["a_length"]] += 1
@@ -160,7 +159,7 @@ def _masks() -> Iterator[ReferenceRule]:
     continues = np.array([False] * 5 + [True])
     differing = 0
     for most in (20, 77):
-        masked = _mask(lengths, draws.CounterDraws((0, 0), lengths), most, "piece", continues)
+        masked = _mask(lengths, draws.CounterDraws(_KEY, lengths), most, "piece", continues)
         expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
         differing += count_differences(masked.weights.sum(axis=1).tolist(), expected)
     yield _rule(
@@ -170,7 +169,7 @@ def _masks() -> Iterator[ReferenceRule]:
     )
     # A word of A and a ##token of B form one word of two tokens; only one token can be predicted.
     one_word = _mask(
-        np.array([5]), draws.CounterDraws((0, 0), np.array([0])), 20, "whole_word", continues
+        np.array([5]), draws.CounterDraws(_KEY, np.array([0])), 20, "whole_word", continues
     )
     yield _rule(
         "a ## token at the start of B joins the last word of A",
@@ -178,7 +177,7 @@ def _masks() -> Iterator[ReferenceRule]:
         float(one_word.weights.sum()),
     )
     data = Data()
-    kinds, ids = draws.CounterDraws((0, 0), np.arange(1000)).replacements(
+    kinds, ids = draws.CounterDraws(_KEY, np.arange(1000)).replacements(
         np.full(1000, 200), 30, data.mask_share, data.random_share
     )
     shares = np.bincount(kinds.ravel(), minlength=3) / kinds.size - [0.8, 0.1, 0.1]
@@ -189,8 +188,8 @@ def _masks() -> Iterator[ReferenceRule]:
         0.005,
     )
     seen = np.unique(ids[kinds == draws.RANDOM])
-    off = count_differences(seen.tolist(), list(range(30)))
-    yield _rule("replacements are any token, special ones too", "ids drawn with all 30 ids", off)
+    err = count_differences(seen.tolist(), list(range(30)))
+    yield _rule("replacements are any token, special ones too", "ids drawn with all 30 ids", err)
 
 
 def _mask(
@@ -208,7 +207,7 @@ def _mask(
     return masking.mask(
         masking.Rows(ids, text, lengths),
         counter,
-        masking.Policy.of(Data(masking=units), 0, 1),
+        masking.Policy.of(Data(masking=units), step=0, steps=1),
         most,
         masking.Ids(pad=0, cls=2, sep=3, mask=1, vocab_size=6, continues=continues),
     )
@@ -228,20 +227,20 @@ def _tokens() -> Iterator[ReferenceRule]:
         count_differences(ids, [row["lower"] for row in rows]),
     )
     tokens = [[uncased.token(i) for i in row] for row in ids]
-    off = count_differences(tokens, [row["lower_tokens"] for row in rows])
-    yield _text_rule("an id is a line of the vocabulary", f"tokens of {compared}", off)
+    err = count_differences(tokens, [row["lower_tokens"] for row in rows])
+    yield _text_rule("an id is a line of the vocabulary", f"tokens of {compared}", err)
     tokens = [[cased.token(i) for i in cased.encode(row["text"])] for row in rows]
-    off = count_differences(tokens, [row["cased_tokens"] for row in rows])
-    yield _text_rule("cased: unchanged, with accents", f"tokens of {compared}", off)
+    err = count_differences(tokens, [row["cased_tokens"] for row in rows])
+    yield _text_rule("cased: unchanged, with accents", f"tokens of {compared}", err)
     yield _characters()
     unknown, words = uncased.unk_id, ("a" * 200, "a" * 201, "\u00e1" * 200)
     unknowns = [uncased.encode(word) == [unknown] for word in words]
-    off = count_differences(unknowns, [False, True, False])
-    yield _text_rule("words of over 200 characters are [UNK]", "words of 200 and 201", off)
+    err = count_differences(unknowns, [False, True, False])
+    yield _text_rule("words of over 200 characters are [UNK]", "words of 200 and 201", err)
     literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
     specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}
-    off = sum(i in specials for i in literal)
-    yield _text_rule("text never gives a special token", "tokens of the special tokens' names", off)
+    err = sum(i in specials for i in literal)
+    yield _text_rule("text never gives a special token", "tokens of the special tokens' names", err)
 
 
 def _characters() -> ReferenceRule:

@@ -1,7 +1,7 @@
 """Results of other implementations, stored in this package.
 
-Instances and tokens are google-research/bert's own (Python 3.11), the model's numbers PyTorch's
-BertForPreTraining (float32, no dropout), the trajectory the paper's Adam in float64.
+Instances and tokens are from google-research/bert (Python 3.11), the model's numbers from Hugging
+Face's BertForPreTraining (float32, no dropout), the trajectory from the paper's Adam in float64.
 """
 
 import functools
@@ -59,7 +59,7 @@ def trajectory() -> dict[str, np.ndarray]:
 
 
 def pytorch(name: str) -> dict[str, np.ndarray]:
-    """Returns arrays of PyTorch's model: its `batch`, `outputs`, `grads`, or weights (`model`)."""
+    """Returns arrays of Hugging Face's model: `batch`, `outputs`, `grads`, or weights (`model`)."""
     folder = FOLDER / "hf_bert_tiny"
     if name == "model":
         return load_file(folder / "model.safetensors")

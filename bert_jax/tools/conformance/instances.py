@@ -1,8 +1,8 @@
 """Training instances as google-research/bert writes them, draw for draw.
 
 Reproduces `create_training_instances` of create_pretraining_data.py with `random.Random(seed)` in
-Python 3. Its rules are those of training (data.pairs, data.batches); the draws come from one
-generator in the reference's order.
+Python 3. The code is that of training (data.pairs, data.batches); only the draws differ: they come
+from one generator, in the reference's order.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _SHORTEST = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstanceSettings(Section, role="identity", label="instances"):
-    """The reference's flags, with the names used in its golden files."""
+    """The reference's flags, by their names in our golden files; a `Section` checks values."""
 
     max_seq_length: Annotated[int, minimum(_SHORTEST)] = 128
     max_predictions_per_seq: PositiveCount = 20
@@ -78,15 +78,15 @@ def create(documents: Documents, ids: batches.Ids, settings: InstanceSettings) -
     draw = draws.SequentialDraws(random.Random(settings.random_seed))
     order = draw.shuffled_order(len(documents))
     flat = stream.make_stream([documents[i] for i in order], np.uint32)
-    policy, length = masking.Policy.of(settings.data, 0, 1), settings.max_seq_length
+    policy, length = masking.Policy.of(settings.data, step=0, steps=1), settings.max_seq_length
     # No row has more predictions than tokens.
     predictions = min(settings.max_predictions_per_seq, length)
-    examples = batches.BatchBuilder(flat, ids, settings.data, length, predictions)
+    builder = batches.BatchBuilder(flat, ids, settings.data, length, predictions)
     lines = []
     for _ in range(settings.dupe_factor):
         # Each row is planned and made before the next is planned, since both share one generator.
         for row in pairs.reference_pairs(flat, length, settings.short_seq_prob, draw):
-            batch = examples.make(row, draw, policy)
+            batch = builder.make(row, draw, policy)
             lines.append(json.dumps(_unpadded_row(batch)))
     for number in draw.shuffled_order(len(lines)):
         yield lines[number]
@@ -106,7 +106,7 @@ def _unpadded_row(batch: batches.Batch) -> dict[str, Any]:
 def write(
     texts: Sequence[PathLike], vocab: PathLike, settings: InstanceSettings, out: PathLike
 ) -> int:
-    """Writes a line with the settings, then a line for each instance; returns their number."""
+    """Writes the settings, then each instance, as a line; returns the number of instances."""
     target = epath.Path(out)
     for path in (*texts, vocab):
         if target.resolve() == epath.Path(path).resolve():

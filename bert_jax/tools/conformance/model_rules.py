@@ -37,13 +37,13 @@ def check() -> Iterator[ReferenceRule]:
     params, batch = golden.params(), golden.batch()
     yield from _outputs(params, batch)
     loss, gradients = jax.jit(jax.value_and_grad(_loss))(params, batch)
-    off = largest_difference(gradients, golden.convert(golden.pytorch("grads")))
-    yield _rule("gradients", "those of all parameters with PyTorch's", off, 1e-5)
+    err = largest_difference(gradients, golden.convert(golden.pytorch("grads")))
+    yield _rule("gradients", "those of all parameters with PyTorch's", err, 1e-5)
     yield from _constants()
     yield from _initial()
     yield _sizes()
-    off = relative(loss, golden.pytorch("outputs")["loss"])
-    yield _loss_rule("masked LM + next sentence", "the loss of a batch with PyTorch's", off, 1e-5)
+    err = relative(loss, golden.pytorch("outputs")["loss"])
+    yield _loss_rule("masked LM + next sentence", "the loss of a batch with PyTorch's", err, 1e-5)
     yield from _metrics()
 
 
@@ -51,25 +51,25 @@ def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
     cfg, expected = golden.CONFIG, golden.pytorch("outputs")
     inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
     encoder = heads.merge(cfg, params).encoder
-    hidden = encode(encoder, cfg, *inputs, None, Loop(), outputs="all")
+    hidden = encode(encoder, cfg, *inputs, noise=None, loop=Loop(), outputs="all")
     states = expected["hidden_states"]
-    off = relative(hidden[0], states[0])
-    yield _rule("word + type + position, then layer norm", "embeddings with PyTorch's", off, 1e-5)
+    err = relative(hidden[0], states[0])
+    yield _rule("word + type + position, then layer norm", "embeddings with PyTorch's", err, 1e-5)
     yield _rule(
         "post-norm layers; scores of padding at -10,000",
         f"{len(states) - 1} layers with PyTorch's",
         max(relative(a, b) for a, b in zip(hidden[1:], states[1:], strict=True)),
         1e-5,
     )
-    masked_lm, next_sentence = heads.pretraining_logits(cfg, params, batch, None, Loop())
+    masked_lm, next_sentence = heads.pretraining_logits(cfg, params, batch, noise=None, loop=Loop())
     yield _rule(
         "dense, GELU, layer norm, tied embeddings and a bias",
         "masked LM scores with PyTorch's",
         relative(masked_lm[..., : cfg.vocab_size], expected["prediction_logits"]),
         1e-5,
     )
-    off = relative(next_sentence, expected["seq_relationship_logits"])
-    yield _rule("tanh of [CLS], then two scores", "next-sentence scores with PyTorch's", off, 1e-5)
+    err = relative(next_sentence, expected["seq_relationship_logits"])
+    yield _rule("tanh of [CLS], then two scores", "next-sentence scores with PyTorch's", err, 1e-5)
     leaked = jax.nn.softmax(masked_lm)[..., cfg.vocab_size :].sum(axis=-1).max()
     yield _rule(
         "padding rows of the vocabulary get no probability",
@@ -83,15 +83,15 @@ def _constants() -> Iterator[ReferenceRule]:
     by_erf = [0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0))) for v in x]
     by_tanh = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
     for name, expected in (("gelu", by_erf), ("gelu_tanh", by_tanh)):
-        off = relative(layers.activation(name, jnp.asarray(x, jnp.float32)), expected)
-        yield _rule(f"hidden_act={name}", "1,201 numbers with float64", off, 1e-6)
+        err = relative(layers.activation(name, jnp.asarray(x, jnp.float32)), expected)
+        yield _rule(f"hidden_act={name}", "1,201 numbers with float64", err, 1e-6)
     # The variance is so small that the 1e-12 shows.
     small = np.random.default_rng(0).normal(size=(4, 64)) * 1e-6
     centred = small - small.mean(axis=1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-12)
-    off = relative(layers.LayerNorm(64)(jnp.asarray(small, jnp.float32)), expected)
+    err = relative(layers.LayerNorm(64)(jnp.asarray(small, jnp.float32)), expected)
     compared = "rows of variance 1e-12 with float64"
-    yield _rule("layer norm of eps 1e-12, biased variance", compared, off, 1e-5)
+    yield _rule("layer norm of eps 1e-12, biased variance", compared, err, 1e-5)
 
 
 def _initial() -> Iterator[ReferenceRule]:
@@ -114,8 +114,8 @@ def _initial() -> Iterator[ReferenceRule]:
         abs(float(values.std()) / _INITIAL_STD - 1.0),
         0.01,
     )
-    off = max(float(np.abs(values).max()) - 0.04, 0.0)
-    yield _rule("no weight beyond 0.04", "the largest fresh weight with 0.04", off, 1e-6)
+    err = max(float(np.abs(values).max()) - 0.04, 0.0)
+    yield _rule("no weight beyond 0.04", "the largest fresh weight with 0.04", err, 1e-6)
     yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with these", differing)
 
 
@@ -133,16 +133,16 @@ def _sizes() -> ReferenceRule:
 
 
 def _loss(params: heads.Params, batch: Batch) -> jax.Array:
-    logits = heads.pretraining_logits(golden.CONFIG, params, batch, None, Loop())
+    logits = heads.pretraining_logits(golden.CONFIG, params, batch, noise=None, loop=Loop())
     sums = losses.pretraining(*logits, batch)
-    tokens, pairs = (sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
-    return tokens + pairs
+    masked_lm, next_sentence = sums["masked_lm_loss"], sums["next_sentence_loss"]
+    return masked_lm[0] / masked_lm[1] + next_sentence[0] / next_sentence[1]
 
 
 def _metrics() -> Iterator[ReferenceRule]:
-    """Compares metrics with labels of id 0, which count: only weights mark missing labels."""
+    """Compares metrics; labels of id 0 count, since only weights mark missing labels."""
     rng = np.random.default_rng(0)
-    words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))
+    words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))  # logits
     labels = np.where(rng.random((6, 4)) < 0.5, words.argmax(-1), 0)
     weights = (rng.random((6, 4)) < 0.7).astype(np.float64)
     next_labels = rng.integers(0, 2, 6)

@@ -40,7 +40,7 @@ _MODEL = Model(
     attention_probs_dropout_prob=0.0,
 )
 _OPTIMIZER = Optimizer(clip="per_replica", reference_replicas=_CORES)
-# A weight so small that run_pretraining.py's 1e-5 in the denominator shows.
+# A masked_lm_weight so small that run_pretraining.py's 1e-5 in the denominator matters.
 _SMALL = 1e-5
 
 # AdamWeightDecayOptimizer of optimization.py: parameters whose names match do not decay.
@@ -57,16 +57,16 @@ def check() -> Iterator[ReferenceRule]:
 
 
 def _trajectory() -> Iterator[ReferenceRule]:
-    """Compares steps; maps the reference's names to names that end in bias or kernel."""
+    """Compares each step; leaves are named bias or kernel, which decides whether they decay."""
     expected = golden.trajectory()
     cfg = Optimizer(name="bert_adam", peak_learning_rate=1e-2, warmup_steps=5, schedule="paper")
     steps = len(expected["learning_rate"])
 
-    def tree(prefix: str, step: int | None = None) -> dict[str, Any]:
+    def tree(prefix: str, number: int | None = None) -> dict[str, Any]:
         leaves = {}
         for name in expected:
             if name.startswith(f"{prefix}."):
-                value = expected[name] if step is None else expected[name][step]
+                value = expected[name] if number is None else expected[name][number]
                 leaf = "bias" if _REFERENCE_NO_DECAY.search(name) else "kernel"
                 leaves[name.removeprefix(f"{prefix}.")] = {leaf: jnp.asarray(value, jnp.float32)}
         return leaves
@@ -74,7 +74,7 @@ def _trajectory() -> Iterator[ReferenceRule]:
     tx = optimizer.make_optimizer(cfg)
 
     @jax.jit
-    def step(params: Any, state: Any, gradient: Any, number: int) -> tuple[Any, Any, jax.Array]:
+    def advance(params: Any, state: Any, gradient: Any, number: int) -> tuple[Any, Any, jax.Array]:
         gradient, _ = optimizer.clip(gradient, cfg.clip_norm)
         rate = optimizer.schedule(cfg, steps, jnp.int32(number))
         update, state = tx.update(gradient, state, params)
@@ -84,7 +84,7 @@ def _trajectory() -> Iterator[ReferenceRule]:
     state = tx.init(params)
     worst, rates = 0.0, []
     for number in range(steps):
-        params, state, rate = step(params, state, tree("grads", number), number)
+        params, state, rate = advance(params, state, tree("grads", number), number)
         worst = max(worst, largest_difference(params, tree("params", number)))
         rates.append(float(rate))
     yield _rule(
@@ -93,8 +93,8 @@ def _trajectory() -> Iterator[ReferenceRule]:
         worst,
         1e-5,
     )
-    off = relative(rates, expected["learning_rate"])
-    yield _rule("linear warm-up, linear decay", f"{steps} learning rates with float64", off, 1e-6)
+    err = relative(rates, expected["learning_rate"])
+    yield _rule("linear warm-up, linear decay", f"{steps} learning rates with float64", err, 1e-6)
 
 
 def _schedule() -> Iterator[ReferenceRule]:
@@ -105,11 +105,11 @@ def _schedule() -> Iterator[ReferenceRule]:
         return float(optimizer.schedule(cfg, total, jnp.int32(step)))
 
     yield _rule("the rate of step 0 is 0", "the rate with 0", rate(0))
-    jump = [rate(warmup - 1) / peak, rate(warmup) / peak, rate(total) / peak]
+    relative_rates = [rate(warmup - 1) / peak, rate(warmup) / peak, rate(total) / peak]
     yield _rule(
         "decay counts from step 0: the rate drops at the end of warm-up",
         "three rates of 1M steps with the formula",
-        relative(jump, [1 - 1 / warmup, 1 - warmup / total, 0.0]),
+        relative(relative_rates, [1 - 1 / warmup, 1 - warmup / total, 0.0]),
         1e-6,
     )
 
@@ -129,7 +129,7 @@ def _first_update() -> ReferenceRule:
 
 
 def _decay() -> ReferenceRule:
-    """Compares which parameters decay, by the reference's names of them."""
+    """Compares which parameters decay with the reference's choice, which goes by names."""
     tensors = golden.pytorch("model")
     # Each tensor is filled with its number, to find the reference's name of each parameter.
     numbers = {name: np.full(tensors[name].shape, i) for i, name in enumerate(tensors)}
@@ -148,23 +148,23 @@ def _decay() -> ReferenceRule:
 def _cores() -> Iterator[ReferenceRule]:
     norm, compared = 0.1, f"a step of {_CORES} cores with single cores"
     single = list(_gradients())
-    lengths = [float(optax.global_norm(gradient)) for gradient in single]
-    if min(lengths) <= norm:
-        raise ValueError(f"a core's gradient of norm {min(lengths)} is not clipped at {norm}")
+    norms = [float(optax.global_norm(gradient)) for gradient in single]
+    if min(norms) <= norm:
+        raise ValueError(f"a core's gradient of norm {min(norms)} is not clipped at {norm}")
     clipped = [
-        jax.tree.map(lambda g, n=length: g * (norm / n), gradient)
-        for gradient, length in zip(single, lengths, strict=True)
+        jax.tree.map(lambda g, n=own: g * (norm / n), gradient)
+        for gradient, own in zip(single, norms, strict=True)
     ]
-    off = largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped))
-    yield _rule("each core clips its own gradient, then they are summed", compared, off, 1e-5)
-    off = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *single))
+    err = largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped))
+    yield _rule("each core clips its own gradient, then they are summed", compared, err, 1e-5)
+    err = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *single))
     rule = "each core divides by its own weights + 1e-5, and its own rows"
-    yield ReferenceRule("loss", rule, compared, off, 1e-5)
+    yield ReferenceRule("loss", rule, compared, err, 1e-5)
 
 
 @functools.cache
 def _batch() -> step.Batch:
-    """Returns rows of all cores; cores differ in their predictions, of which the last has few."""
+    """Returns rows of all cores; they differ in their predictions: the last has almost none."""
     rng, count = np.random.default_rng(0), _CORES * _ROWS
     shape = (count, _LENGTH)
     weights = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [_SMALL, 0, 0], [0, 0, 0]])
@@ -185,14 +185,15 @@ def _batch() -> step.Batch:
 
 
 def _summed_gradient(clip_norm: float) -> heads.Params:
-    """Returns the gradient that a training step over all cores passes to the optimizer."""
+    """Returns the gradient of a training step over all cores, which one device computes."""
     cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
     mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
-    spec = step.StepSpec(Pretraining(_MODEL), cfg, Parallelism(), 1, mesh)
+    spec = step.StepSpec(Pretraining(_MODEL), cfg, Parallelism(), accumulation=1, mesh=mesh)
     train_step = step.make_train_step(spec, 1_000_000)
     state = step.init_state(Pretraining(_MODEL), cfg, 0)
-    key = step.phase_key(_MODEL, 0, 0)
-    new, _ = train_step(state, step.empty_window(Pretraining(_MODEL).metrics), _batch(), key)
+    key = step.phase_key(_MODEL, seed=0, phase=0)
+    window = step.empty_window(Pretraining(_MODEL).metrics)  # sums of metrics
+    new, _ = train_step(state, window, _batch(), key)
     # The momentum before the first step is 0.
     return jax.tree.map(lambda m: m / (1 - cfg.b1), new["optimizer"][0].mu)
 
@@ -207,7 +208,7 @@ def _gradients() -> Iterator[heads.Params]:
 
 
 def _core_loss(params: heads.Params, part: step.Batch) -> jax.Array:
-    masked_lm, next_sentence = heads.pretraining_logits(_MODEL, params, part, None, Loop())
+    masked_lm, next_sentence = heads.pretraining_logits(_MODEL, params, part, None, loop=Loop())
 
     def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
         return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, logits.shape[-1])).sum(-1)

@@ -1,4 +1,4 @@
-"""The result of checking a rule, and the norm in which numbers are compared."""
+"""The result of checking a rule, and the measures of difference."""
 
 import dataclasses
 from typing import Any, Literal
@@ -15,19 +15,19 @@ class ReferenceRule:
     rule: str  # the rule in a few words
     compared: str  # the two things that are compared
     difference: float  # the largest difference; for exact rules the number of differing entries
-    most: float = 0.0  # largest difference allowed; 0 for exact rules
+    tolerance: float = 0.0  # largest difference allowed; 0 for exact rules
 
     @property
     def holds(self) -> bool:
         """Returns whether the difference is small enough; NaN is not."""
-        return bool(self.difference <= self.most)
+        return bool(self.difference <= self.tolerance)
 
     def line(self, numbers: Literal["measured", "bounds"]) -> str:
         """Describes the result; with `bounds`, the same on every machine where the rule holds."""
-        if self.most and self.holds and numbers == "bounds":
-            difference = f"off by < {self.most:.0e}"
-        elif self.most:
-            difference = f"off by {self.difference:.1e}, at most {self.most:.0e}"
+        if self.tolerance and self.holds and numbers == "bounds":
+            difference = f"off by < {self.tolerance:.0e}"
+        elif self.tolerance:
+            difference = f"off by {self.difference:.1e}, at most {self.tolerance:.0e}"
         else:
             difference = f"{self.difference:g} differ"
         verdict = "ok    " if self.holds else "FAILED"
@@ -47,7 +47,7 @@ def relative(actual: Any, expected: Any) -> float:
 
 
 def difference(a: Any, b: Any) -> dict[str, float]:
-    """Returns max|a - b| / max(max|b|, 1e-3 * the largest entry of the tree b), by path.
+    """Returns {path: max|a - b| / max(max|b|, 1e-3 * the largest entry of the tree b)}.
 
     Raises:
       ValueError: the trees have different paths.

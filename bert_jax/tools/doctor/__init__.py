@@ -1,7 +1,7 @@
-"""Finds faults of plain text or of a prepared corpus, before they spoil a training.
+"""Finds faults of plain text or of a prepared corpus, before they spoil a training run.
 
-Neither is changed (except that a corpus copied without its `stream/` is unpacked, as training would
-do). A `problem` spoils training or prevents it; a `note` may be intended.
+Neither is changed (except that a corpus copied without its `stream/` gets it, made from the copy's
+`dataset/`, as in training). A `problem` spoils training or prevents it; a `note` may be intended.
 """
 
 import os
@@ -37,7 +37,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     if is_file or (not os.path.exists(path) and config.is_shipped(path)):
         experiment = config.override(config.load(path), settings)
         findings = text.examine(experiment.corpus)
-        if _pair_lengths(experiment):
+        if _lengths_with_pairs(experiment):
             return findings
         return [finding for finding in findings if finding.rule is not ONE_SENTENCE]
     if settings:
@@ -45,11 +45,11 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     workdir = mirror.open_workdir(path)
     if workdir.experiment.exists():
         return _examine_run(workdir)
-    for folder in (workdir.address, workdir.corpus):
+    for folder in (workdir.address, workdir.corpus):  # a corpus, or a folder that holds one
         if storage_of(folder).exists(folder / COMPLETE):
             return corpus_findings.examine(folder)
     sources = _sources(path)
-    # `prepare` would read only the first kind of file from this path.
+    # Given this path, `prepare` would read files of the first kind only; the others are reported.
     return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
 
 
@@ -64,14 +64,14 @@ def _examine_run(workdir: Workdir) -> list[Finding]:
     folder = workdir.with_corpus(experiment.run.corpus_dir).corpus
     if not storage_of(folder).exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
-    return corpus_findings.examine(folder, _pair_lengths(experiment))
+    return corpus_findings.examine(folder, _lengths_with_pairs(experiment))
 
 
-def _pair_lengths(experiment: Experiment) -> tuple[int, ...]:
+def _lengths_with_pairs(experiment: Experiment) -> tuple[int, ...]:
     lengths = {
         phase.sequence_length
         for number, phase in enumerate(experiment.phases)
-        if experiment.data_of(number).units != "sentences"
+        if experiment.data_of(number).units != "sentences"  # the other units are kinds of pairs
     }
     return tuple(sorted(lengths))
 
@@ -89,7 +89,7 @@ def _sources(path: str) -> tuple[str, ...]:
 
 
 def print_findings(findings: Sequence[Finding]) -> int:
-    """Prints findings and their numbers; returns the number of problems."""
+    """Prints findings, then the counts of problems and notes; returns the number of problems."""
     for finding in findings:
         print(f"{finding.severity}: {printable(finding.message)}")
         for name in ("example", "effect", "remedy"):

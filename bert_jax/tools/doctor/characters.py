@@ -10,8 +10,8 @@ from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 _CONTINUES = "".join(map(chr, range(0x80, 0xC0))) + bytes(range(0x80, 0xC0)).decode(
     "windows-1252", "ignore"
 )
-# No correct text matches: since an É or é may precede a no-break space and a closing guillemet, a
-# single first byte counts only if it is no common letter.
+# No correct text matches: an É or é may precede a no-break space and a closing guillemet, so a
+# character whose first byte is a common letter counts only if another one follows.
 _MOJIBAKE = re.compile(
     f"[ÂÃ][{_CONTINUES}]|â[€\x80][{_CONTINUES}]|ð[Ÿ\x9f][{_CONTINUES}]"
     f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{2,}}|(?:[ä-é][{_CONTINUES}]{{2}}){{2,}}"
@@ -33,8 +33,8 @@ _TAGGED = 1e-3
 _BROKEN = 1e-4
 _COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all characters"
 
-# {fault: (pattern, least matches, since fewer may be chance, whether pure ASCII can match, rule for
-# the matches per character)}. Matches of "mojibake" do not count for the other faults.
+# {fault: (pattern, least matches (fewer may be chance), whether pure ASCII can match, rule for the
+# matches per character)}. Matches of "mojibake" do not count for the other faults.
 FAULTS = {
     "mojibake": (_MOJIBAKE, 3, False, FindingRule(
         'UTF-8 was once read as Latin-1 or Windows-1252 ("Ã©" for "é")' + _COUNTED, 0, _BROKEN,
@@ -107,7 +107,7 @@ class Characters:
 
 
 def _location(document: Document, position: int) -> str:
-    """Returns FILE:LINE; for a record its name and the position in it."""
+    """Returns FILE:LINE; for a record its name, and the position in the record."""
     if document.line:
         return document.location(document.text.count("\n", 0, position))
     return f"{document.name}, character {position}"

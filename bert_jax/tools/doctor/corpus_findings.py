@@ -1,6 +1,6 @@
-"""Examines a prepared corpus: its vocabulary, documents, splits and planned pairs.
+"""Examines a prepared corpus: its vocabulary, documents, splits and pairs.
 
-Memory stays bounded: ids are read in blocks, and only a sample of many rows is planned.
+Memory stays bounded: ids are read in blocks, and of a large corpus only a sample of pairs is made.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _SHOWN = 30
 def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[Finding]:
     """Examines the corpus in a folder.
 
-    Plans pairs for the sequence lengths, by default the paper's; none if no pairs are learned.
+    `lengths` are the sequence lengths of pairs, by default the paper's; () if none are learned.
     """
     folder = corpus_lib.local_corpus(folder)
     manifest = corpus_lib.open_manifest(folder)
@@ -44,19 +44,19 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     findings = causes + _dominant_document(train, validation, text_of)
     if manifest["settings"]["repeated_documents"] == "keep":
         count = sum(split["documents"] for split in manifest["splits"].values())
-        number = manifest["documents_repeated"], count, ""
-        findings += finding.check_documents(finding.REPEATED, *number)
+        repeated = manifest["documents_repeated"]
+        findings += finding.check_documents(finding.REPEATED, repeated, count, example="")
     # Words that the text itself marks as unknown are no fault of the vocabulary.
     marks_unknown = manifest["settings"].get("unknown_word")
     vocabulary_findings = [] if marks_unknown else _check_vocabulary(train, tokenizer)
     findings += vocabulary_findings
     # Sentences of [UNK] look the same without being duplicates.
     if all(f.severity == "note" for f in vocabulary_findings):
-        findings += near_duplicates(train, validation, text_of(validation))
-    # A fault of the sentences also shows in the plan; only the cause is reported.
+        findings += find_leaked_sentences(train, validation, text_of(validation))
+    # A fault of the sentences also shows in the pairs; only the cause is reported.
     if all(f.severity == "note" for f in causes):
         for length in lengths:
-            findings += _check_plan(train, text_at, length)
+            findings += _check_pairs(train, text_at, length)
     return findings
 
 
@@ -71,9 +71,9 @@ def _one_sentence(train: Stream, text_at: TextAt) -> list[Finding]:
     if not len(single):
         return []
     start = int(train.sentence_offsets[train.document_offsets[single[0]]])
-    number = len(single), len(train.document_offsets) - 1
+    total = len(train.document_offsets) - 1
     first = example(f"train document {single[0]}", text_at(start))
-    return finding.check_documents(finding.ONE_SENTENCE, *number, first)
+    return finding.check_documents(finding.ONE_SENTENCE, len(single), total, first)
 
 
 def _dominant_document(
@@ -135,11 +135,13 @@ def _check_vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     capitals = sum(word != word.lower() for word in with_case) / max(len(with_case), 1)
     unknown = float(counts[tokenizer.unk_id] / counts.sum())
     # Text without capitals gives a vocabulary without capitals and no unknown words. A
-    # tokenizer.json counts as cased, but may lower text by itself.
-    is_low = capitals < _CAPITALS_NONE and unknown > UNKNOWN.note_over
-    is_low &= tokenizer.kind != "library"
-    if is_low if tokenizer.case == "cased" else capitals > _CAPITALS_MANY:
-        other = "uncased" if is_low else "cased"
+    # tokenizer.json ("library") counts as cased, but may lower text by itself.
+    if tokenizer.case == "cased":
+        is_low = capitals < _CAPITALS_NONE and unknown > UNKNOWN.note_over
+        differs, other = is_low and tokenizer.kind != "library", "uncased"
+    else:
+        differs, other = capitals > _CAPITALS_MANY, "cased"
+    if differs:
         return CASE.check(1.0, case=tokenizer.case, other=other, capitals=share(capitals))
     first = _first_unknown(train, tokenizer) if unknown > UNKNOWN.note_over else ""
     return UNKNOWN.check(unknown, first)
@@ -163,8 +165,8 @@ def _first_unknown(train: Stream, tokenizer: Tokenizer) -> str:
 _LEAST, _COMPARED = 12, 32
 # Sentences of a block.
 _COMPARED_BLOCK = 1 << 16
-# Every collection shares formulas and boilerplate. The model recites held-out text that was trained
-# on: a tenth of such text shifts the score by more than any change of recipe.
+# Documents of any collection share set phrases. The model recites held-out text that it was trained
+# on: if that is a tenth, the score shifts by more than with any change of recipe.
 LEAKED = FindingRule(
     "{value} of held-out sentences of 12 tokens or more are trained on too",
     0.02, 0.1,
@@ -173,7 +175,7 @@ LEAKED = FindingRule(
 )  # fmt: skip
 
 
-def near_duplicates(train: Stream, validation: Stream, text_at: TextAt) -> list[Finding]:
+def find_leaked_sentences(train: Stream, validation: Stream, text_at: TextAt) -> list[Finding]:
     """Finds held-out sentences that are also in the training split.
 
     `text_at` decodes the text from a position of the validation split.
@@ -213,16 +215,16 @@ def _hashes(stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield start + long, hashes + lengths[long].astype(np.uint64) * weights[0]
 
 
-# --- planned pairs ---
+# --- pairs ---
 
-# Rows planned of a large corpus; their shares are exact to a third of a percent.
+# Pairs made of a large corpus; their shares are exact to a third of a percent.
 _ROWS = 100_000
-# The reference's plan gives slightly more than 0.5, because of chunks of one long sentence. At 0.75
+# The reference's code gives slightly more than 0.5, because of chunks of one long sentence. At 0.75
 # the answer "random" is always right three times in four.
 RANDOM = FindingRule(
     "{value} of next sentences are random {where}",
     0.6, 0.75,
-    "a chunk of one sentence has no next sentence; always answering `random` is as often right",
+    "a chunk of one sentence has no next sentence; always answering `random` is right as often",
     "longer documents, shorter sentences (corpus.layout, corpus.language) or a longer "
     "phases.N.sequence_length",
 )  # fmt: skip
@@ -237,8 +239,8 @@ TRUNCATED_PAIRS = FindingRule(
 )  # fmt: skip
 
 
-def _check_plan(train: Stream, text_at: TextAt, length: int) -> list[Finding]:
-    """Checks pairs planned at a sequence length, at most a sample of `_ROWS`."""
+def _check_pairs(train: Stream, text_at: TextAt, length: int) -> list[Finding]:
+    """Checks the pairs of a sequence length, at most a sample of `_ROWS`."""
     # No short pairs, since they are drawn again in each epoch and would hide faults of the text.
     rows = pairs.sample(train, length, 0.0, draws.key_of("doctor"), _ROWS)
     sample = "" if len(rows) < _ROWS else f" (in a sample of {len(rows):,} rows)"

@@ -19,7 +19,7 @@ class FindingRule:
     `message` and `remedy` are templates of `str.format`; `{value}` is the value as a share.
     """
 
-    message: str  # the fault, with its number
+    message: str  # the fault, with the measured value
     note_over: float  # a larger value is worth a note
     problem_over: float  # a larger value is a problem
     effect: str  # the likely effect on training
@@ -77,7 +77,7 @@ ONE_SENTENCE = FindingRule(
     "join texts that belong together into documents of several sentences; in "
     "corpus.layout=sentences_by_line a blank line ends a document: is there one after every line?",
 )  # fmt: skip
-# Each repeat is memorized a little; one in ten has an effect in every epoch.
+# Repeats are memorized a little, even a few; one document in ten is too many.
 REPEATED = FindingRule(
     "{count:,} of {documents:,} documents ({value}) repeat an earlier one",
     0.0, 0.1,
@@ -86,15 +86,15 @@ REPEATED = FindingRule(
 )  # fmt: skip
 # A sentence longer than the longest row is no prose, or the splitter did not find its end.
 LONG_SENTENCES = FindingRule(
-    "{count} of over {limit}, {value} of the text (the longest {longest:,})",
+    "{sentences} longer than {limit}, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
     "they do not fit into a row: most of each is cut off",
     "if they are several sentences: is corpus.language right, do quotation marks match, are lines "
-    "paragraphs (corpus.layout=paragraphs_by_line)? Remove text that is no prose: a string without "
-    "spaces is one word to WordPiece, and [UNK]",
+    "paragraphs (corpus.layout=paragraphs_by_line)? Remove text that is no prose: WordPiece makes "
+    "a long string without spaces one [UNK]",
 )  # fmt: skip
-# A document with most of the text decides the split, and its random next sentences come from the
-# few other documents.
+# A document with most of the text is wholly in one split, and its random next sentences come from
+# the few other documents.
 DOMINANT = FindingRule(
     "one document has {value} of all sentences ({count:,} of {sentences:,}){scope}",
     0.5, 0.9,
@@ -117,6 +117,6 @@ def check_documents(rule: FindingRule, count: int, documents: int, example: str)
 
 def long_sentences(sizes: Sequence[int], total: int, limit: str, example: str) -> list[Finding]:
     """Checks the share of sentences that fit into no row; `total` is the size of all text."""
-    count, longest = pluralize(len(sizes), "sentence"), max(sizes, default=0)
+    sentences, longest = pluralize(len(sizes), "sentence"), max(sizes, default=0)
     value = sum(sizes) / total
-    return LONG_SENTENCES.check(value, example, count=count, limit=limit, longest=longest)
+    return LONG_SENTENCES.check(value, example, sentences=sentences, limit=limit, longest=longest)

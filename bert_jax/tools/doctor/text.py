@@ -23,12 +23,12 @@ from bert_jax.tools.doctor import finding
 from bert_jax.tools.doctor.characters import Characters
 from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
-# The most characters read as documents, in all (this takes a minute) and of one file of several.
-_MOST = 300_000_000
-_MOST_OF_A_FILE = 30_000_000
+_MOST = 300_000_000  # characters that are read in all, which takes a minute
+# If files are cut short, at least so many characters of each are read.
+_LEAST_OF_A_FILE = 30_000_000
 # Characters of some 500 tokens, the longest row. The rest of a longer sentence is never seen.
 _LONG = 2_000
-# The most refused files named for a reason, and the most reasons with a finding of their own.
+# At most so many files are named for a reason, and so many reasons have a finding of their own.
 _NAMED, _REASONS = 8, 5
 
 REFUSED = FindingRule(
@@ -55,7 +55,7 @@ LEFT_OUT = FindingRule(
 def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
     """Examines the sources of a corpus.
 
-    Also reports files that `prepared_as` (by default the corpus itself) would leave out.
+    Also reports files that are no part of `prepared_as`, by default the corpus itself.
     """
     files: list[tuple[Corpus, str, int]] = []
     for source_corpus in corpus.split_by_source():
@@ -81,12 +81,13 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
 
 # Wrapped text has lines of at most this width, in at least this share of its lines.
 _WRAPPED, _WRAPPED_SHARE = 100, 0.9
-# Least lines of a file that tell its layout. If each line is a sentence, at least this share of the
+# Fewest lines from which a layout is inferred. If each line is a sentence, at least this share of
 # lines end in one of these characters.
 _LEAST_LINES, _ENDS, _ENDED_SHARE = 20, tuple(".!?\"'”’…"), 0.8
-# Mean number of lines between blank lines; if lines are paragraphs, it may be 1.
+# Fewest lines between blank lines, on average; if lines are paragraphs, it may be 1.
 _LINES_PER_BLOCK = 2
-# Splitters differ on a few sentences, but a paragraph has several. Its first characters suffice.
+# Most sentences of a line that is one (splitters differ on a few); fewest of a paragraph, on
+# average over the first characters of a document.
 _SENTENCES_PER_LINE, _SENTENCES_PER_PARAGRAPH, _BEGINNING = 1.2, 1.5, 500
 
 
@@ -97,11 +98,11 @@ def _layout_rule(layout: str, note_over: float, problem_over: float, effect: str
     return FindingRule(message, note_over, problem_over, effect, remedy)
 
 
-# {the layout that documents seem to have: rule}.
+# {layout that documents seem to have: rule}.
 LAYOUTS = {
     "wrapped": _layout_rule("wrapped", 0, 0, "every line end cuts a sentence in two"),
     "sentences_by_line": _layout_rule(
-        *("sentences_by_line", 0, math.inf), "a next sentence may come from another text"
+        "sentences_by_line", 0, math.inf, "a next sentence may come from another text"
     ),
     "paragraphs_by_line": _layout_rule(
         *("paragraphs_by_line", 0.5, math.inf),
@@ -110,7 +111,7 @@ LAYOUTS = {
 }
 
 
-def _other_layout(document: Document, lines: list[str], split: list[str], language: str) -> str:
+def _other_layout(document: Document, lines: list[str], sentences: list[str], language: str) -> str:
     """Returns the layout that a document seems to have, if it is read in another one; else ""."""
     if not document.line:  # a record
         return ""
@@ -118,11 +119,12 @@ def _other_layout(document: Document, lines: list[str], split: list[str], langua
         text = document.text[:_BEGINNING]
         beginning = dataclasses.replace(document, chunks=[text], layout="paragraphs_by_line")
         count = len(sentence_splitter.split(beginning, language))
-        least = len(beginning.paragraphs())
-        return "paragraphs_by_line" if count > _SENTENCES_PER_PARAGRAPH * least else ""
+        most = _SENTENCES_PER_PARAGRAPH * len(beginning.paragraphs())
+        return "paragraphs_by_line" if count > most else ""
     if document.layout == "paragraphs_by_line":
         short = [line for line in lines if len(line) <= _WRAPPED]
         are_short = len(short) >= _WRAPPED_SHARE * len(lines)
+        # A contradiction says why lines cannot be paragraphs: sentences continue in the next line.
         if are_short and documents.contradiction(short, "paragraphs_by_line") is not None:
             return "wrapped"
     texts = [line.strip() for line in lines]
@@ -132,7 +134,7 @@ def _other_layout(document: Document, lines: list[str], split: list[str], langua
         return ""
     ended = sum(line.endswith(_ENDS) and not line[0].islower() for line in full)
     # Lines of paragraphs also end so, but hold several sentences.
-    are_single = len(split) <= _SENTENCES_PER_LINE * len(full)
+    are_single = len(sentences) <= _SENTENCES_PER_LINE * len(full)
     return "sentences_by_line" if ended >= _ENDED_SHARE * len(full) and are_single else ""
 
 
@@ -143,7 +145,7 @@ class _Reader:
     """Reads the documents of files; records why files are refused.
 
     Args:
-      files: (corpus with this file as its only source, name, bytes or 0 if unknown) of each file.
+      files: (corpus with this file as its only source, name, bytes of a text file, else 0) of each.
     """
 
     def __init__(self, files: list[tuple[Corpus, str, int]]):
@@ -153,18 +155,18 @@ class _Reader:
         self.characters, self.is_sample = 0, False
 
     def read(self) -> Iterator[Document]:
-        """Yields the documents; if there is very much text, a part of those of random files."""
+        """Yields the documents; of very much text, only a part of the files, in random order."""
         most_of_a_file = _MOST
         if sum(size for *_, size in self._files) > _MOST:
             random.Random(0).shuffle(self._files)
-            most_of_a_file = max(_MOST_OF_A_FILE, _MOST // len(self._files))
+            most_of_a_file = max(_LEAST_OF_A_FILE, _MOST // len(self._files))
         for corpus, name, size in self._files:
             if self.characters > _MOST:
                 self.is_sample = True
                 return
             start = self.characters
             try:
-                if size:
+                if size:  # refuses UTF-8 that would be read in another encoding
                     line_reader.require_not_utf8([name], corpus.encoding)
                 for document in documents.read(corpus):
                     if self.characters > _MOST or self.characters - start > most_of_a_file:
@@ -177,13 +179,14 @@ class _Reader:
                 self._refused[re.sub(r"\d+", "", reason)].append((name, str(error)))
 
     def refusals(self) -> list[Finding]:
-        """Returns a finding for each reason why files are refused, the commonest first."""
+        """Returns a finding for each common reason to refuse files, and one for all others."""
         by_reason = sorted(self._refused.values(), key=len, reverse=True)
         rare = list(itertools.chain.from_iterable(by_reason[_REASONS:]))
         findings: list[Finding] = []
         for files in filter(None, (*by_reason[:_REASONS], rare)):
             names = [os.path.basename(name) for name, _ in files[1 : 1 + _NAMED]]
-            names += [f"{len(files) - 1 - _NAMED:,} more"] * (len(files) > 1 + _NAMED)
+            if (unnamed := len(files) - 1 - _NAMED) > 0:
+                names.append(f"{unnamed:,} more")
             also = f"; also {', '.join(names)}" if names else ""
             count = pluralize(len(files), "file")
             findings += REFUSED.check(len(files), printable(files[0][1] + also), count=count)
@@ -207,7 +210,7 @@ class _Survey:
 
     def __init__(self, corpus: Corpus):
         self._corpus, self._characters = corpus, Characters()
-        self._texts, self._ones, self._repeats = _Tally(), _Tally(), _Tally()
+        self._documents, self._one_sentence, self._repeats = _Tally(), _Tally(), _Tally()
         self._layouts: dict[str, _Tally] = collections.defaultdict(_Tally)
         self._seen: set[int] = set()  # hashes of whole texts
         self._sentences, self._largest = 0, (0, "")  # number; (number, example) of a document
@@ -220,11 +223,11 @@ class _Survey:
         all_split, known = list[str](), len(self._seen)
         for text, split in sentence_splitter.split_document(document, self._corpus):
             excerpt = example(document.location(0), text)
-            self._texts.add(excerpt)
+            self._documents.add(excerpt)
             self._sentences += len(split)
             self._largest = max(self._largest, (len(split), excerpt))
             if len(split) == 1:
-                self._ones.add(excerpt)
+                self._one_sentence.add(excerpt)
             if (digest := hash(text)) in self._seen:
                 self._repeats.add(excerpt)
             self._seen.add(digest)
@@ -242,24 +245,24 @@ class _Survey:
 
     def findings(self, reader: _Reader) -> list[Finding]:
         """Returns the findings about the documents of a reader, and about files it refused."""
-        findings, total = reader.refusals(), self._texts.count
-        different, needed = len(self._seen), 2 * LEAST_VALIDATION_DOCUMENTS
+        findings, total = reader.refusals(), self._documents.count
+        distinct, needed = len(self._seen), 2 * LEAST_VALIDATION_DOCUMENTS
         if not findings and not reader.is_sample:
-            count = pluralize(different, "different document")
-            excerpt = self._texts.example
-            findings += TOO_FEW.check(needed - different, excerpt, count=count, least=needed)
+            count = pluralize(distinct, "different document")
+            excerpt = self._documents.example
+            findings += TOO_FEW.check(needed - distinct, excerpt, count=count, least=needed)
         if not total:
             return findings
         sample = f" (in a sample of {reader.characters / 1e6:,.3g} million characters)"
         scope = sample if reader.is_sample else ""
-        number = self._ones.count, total, self._ones.example
-        findings += finding.check_documents(finding.ONE_SENTENCE, *number)
-        if different >= needed:
+        one = self._one_sentence
+        findings += finding.check_documents(finding.ONE_SENTENCE, one.count, total, one.example)
+        if distinct >= needed:
             largest, excerpt = self._largest
             findings += finding.dominant_document(largest, self._sentences, excerpt, scope)
         if self._corpus.repeated_documents == "keep":
-            number = self._repeats.count, total, self._repeats.example
-            findings += finding.check_documents(finding.REPEATED, *number)
+            old = self._repeats
+            findings += finding.check_documents(finding.REPEATED, old.count, total, old.example)
         long = self._long, reader.characters, f"{_LONG:,} characters{scope}", self._longest[1]
         findings += finding.long_sentences(*long)
         for layout, tally in self._layouts.items():

@@ -1,7 +1,7 @@
 """`python -m bert_jax.tools.verify.child PLAN ARGS`: runs `bert-jax ARGS`, and kills it by a plan.
 
-PLAN is a `tools.verify.faults.Plan` as JSON. The hooks of the run journal each step, and end this
-process where the plan says.
+PLAN is a `tools.verify.faults.Plan` as JSON. The run's hooks write each step to a journal,
+and end this process where the plan says.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class FaultHooks(Hooks):
         flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY
         self._journal = os.open(plan.journal, flags, 0o644) if plan.journal else None
         self._steps_done = 0
-        self._rolled_back_to: int | None = None  # steps done at the checkpoint; None before one
+        self._rolled_back_to: int | None = None  # the checkpoint's step; None: no roll-back yet
         self._files_opened = 0  # JSON Lines files
         self._kill_thread: threading.Thread | None = None
 
@@ -53,31 +53,29 @@ class FaultHooks(Hooks):
         if self._kill_thread is not None:
             self._kill_thread.join()
 
-    def _write_note(self, kind: str, **values: Any) -> None:
+    def _write_entry(self, kind: str, **values: Any) -> None:
         if self._journal is not None:
             line = json.dumps({"kind": kind, "start": self._plan.start, **values}) + "\n"
             os.write(self._journal, line.encode())
 
-    # --- moments at which a fault may come ------------------------------------------------------
-
     def on_restore(self, step: int, done: int | None) -> None:
         if done is not None:
             self._rolled_back_to = step
-            self._write_note("rolled_back", done=done, to=step)
+            self._write_entry("rolled_back", done=done, to=step)
         self._steps_done = step
 
     def on_truncate(self, file: str) -> None:
-        self.reach("start", self._files_opened)
+        self.reach("start", self._files_opened)  # each file, as it is opened
         self._files_opened += 1
 
     def change_batch(self, done: int, batch: Batch) -> Batch:
         self._steps_done = done
-        self.reach("start")  # all JSON Lines files are open
+        self.reach("start")  # its last moment: all files are open
         self.reach("step")
         if self._rolled_back_to is not None:
             self.reach("roll_back", done - self._rolled_back_to)
         rows, hashes = zip(*rows_of(batch), strict=True)
-        self._write_note("step", step=done, rows=rows, hashes=hashes)
+        self._write_entry("step", step=done, rows=rows, hashes=hashes)
         if done in self._plan.not_finite:
             weights = "masked_lm_weights"
             batch = batch | {weights: batch[weights] * float("nan")}
@@ -95,10 +93,8 @@ class FaultHooks(Hooks):
         if self._rolled_back_to is not None:
             self.reach("roll_back")
 
-    # --- the kill -------------------------------------------------------------------------------
-
     def reach(self, moment: Moment, part: int | None = None) -> None:
-        """Dies, now or after a delay, if the fault is due at this moment and, if given, part."""
+        """Dies, now or later, if the fault is due at this moment, and at `part` if it is given."""
         fault = self._due_fault(moment)
         if fault is not None and part in (None, fault.part):
             if fault.after:
@@ -110,8 +106,8 @@ class FaultHooks(Hooks):
         fault = self._fault
         if fault is None or self._kill_thread is not None or fault.at != moment:
             return None
-        always = moment in ("start", "prepare", "roll_back")
-        return fault if always or self._steps_done >= fault.step else None
+        ignores_step = moment in ("start", "prepare", "roll_back")
+        return fault if ignores_step or self._steps_done >= fault.step else None
 
     def _start_kill(self, thread: threading.Thread) -> None:
         self._kill_thread, thread.daemon = thread, True
@@ -127,8 +123,8 @@ class FaultHooks(Hooks):
         self._die(fault)
 
     def _die(self, fault: Fault) -> None:
-        self._fault = None
-        self._write_note("killed", done=self._steps_done)
+        self._fault = None  # SIGTERM does not end the process at once
+        self._write_entry("killed", done=self._steps_done)
         os.kill(os.getpid(), fault.signal)
 
 

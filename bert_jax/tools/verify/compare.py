@@ -1,4 +1,4 @@
-"""Journals of children, and comparisons of two runs: states, lines, batches and corpora."""
+"""Reads journals of child processes, and compares two runs: states, lines, batches, corpora."""
 
 import dataclasses
 import filecmp
@@ -24,9 +24,9 @@ from bert_jax.training.checksums import path_of
 class Execution:
     """One execution of a step."""
 
-    start: int  # number of the start that executed the step
+    start: int  # which start of the command executed the step, see `Plan.start`
     step: int  # number of the step, from 0
-    rows: np.ndarray  # uint64 [B], numbers of its rows, rising
+    rows: np.ndarray  # uint64 [B], numbers of its rows, ascending
     hashes: np.ndarray  # uint64 [B], hashes of the rows' contents
 
 
@@ -51,8 +51,8 @@ class Journal:
                 journal.rolled_back[note["start"]] = (note["done"], note["to"])
             else:
                 # Rows that several devices share are listed once for each device.
-                hash_of = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())
-                rows, hashes = np.array(hash_of, np.uint64).T
+                pairs = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())
+                rows, hashes = np.array(pairs, np.uint64).T
                 journal.executions.append(Execution(note["start"], note["step"], rows, hashes))
         return journal
 
@@ -66,31 +66,31 @@ class Journal:
 
 
 @dataclasses.dataclass(frozen=True)
-class StateComparison:
-    """The result of one comparison of a run with the undisturbed run."""
+class RunCheck:
+    """The result of a check of a run, mostly against the undisturbed run, which is not killed."""
 
     run_name: str  # the compared run
     description: str  # what is compared, and how much of it there is
     differences: list[str]  # one line for each; empty if there are none
 
 
-def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> list[str]:
-    """Returns a line with the number of steps whose batches differ, and the first one, or []."""
+def batches(executions: Sequence[Execution], expected: dict[int, Execution]) -> list[str]:
+    """Returns [], or a line: in how many steps the batches differ, and the first of them."""
     empty = np.zeros(0, np.uint64)
     differing = []
     for e in executions:
-        plan = planned.get(e.step, Execution(0, e.step, empty, empty))
-        if not (np.array_equal(e.rows, plan.rows) and np.array_equal(e.hashes, plan.hashes)):
-            differing.append((e, plan))
+        other = expected.get(e.step, Execution(0, e.step, empty, empty))
+        if not (np.array_equal(e.rows, other.rows) and np.array_equal(e.hashes, other.hashes)):
+            differing.append((e, other))
     if not differing:
         return []
-    first = differing[0]
+    first = differing[0]  # (actual, expected)
     spans = (f"{e.rows[0]} to {e.rows[-1]}" if len(e.rows) else "none" for e in first)
-    rows = "rows {}, planned {}".format(*spans)
+    rows = "rows {}, expected {}".format(*spans)
     return [f"{len(differing)} steps saw another batch, the first is step {first[0].step}: {rows}"]
 
 
-def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution]) -> StateComparison:
+def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution]) -> RunCheck:
     """Checks that each row of each phase was trained on exactly once."""
     differences, count, first = [], 0, 0
     for number, phase in enumerate(experiment.phases):
@@ -105,10 +105,10 @@ def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution])
                 f"more than once; {unplanned:,} are not of the plan"
             )
         count, first = count + expected, first + phase.steps
-    return StateComparison(run_name, f"each of {count:,} rows trained on once", differences)
+    return RunCheck(run_name, f"each of {count:,} rows trained on once", differences)
 
 
-def states(experiment: Experiment, killed: Path, undisturbed: Path) -> StateComparison:
+def states(experiment: Experiment, killed: Path, undisturbed: Path) -> RunCheck:
     """Compares the last checkpoints of two workdirs, bit for bit."""
     workdirs = killed, undisturbed
     (a, a_metadata), (b, b_metadata) = (last_state(experiment, workdir) for workdir in workdirs)
@@ -123,27 +123,28 @@ def states(experiment: Experiment, killed: Path, undisturbed: Path) -> StateComp
         differences.append(
             f"{len(differing)} of {len(a)} arrays differ, the first is {first}, by {by:.3g} at most"
         )
+    # Checksums are those of the arrays above.
     differences += [
         f"the checkpoint's {name} differs"
-        for name in sorted((a_metadata.keys() | b_metadata.keys()) - {"checksums"})  # of arrays
+        for name in sorted((a_metadata.keys() | b_metadata.keys()) - {"checksums"})
         if a_metadata.get(name) != b_metadata.get(name)
     ]
     total = sum(value.size for value in a.values())
     description = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers"
-    return StateComparison(killed.name, f"{description}, bit for bit", differences)
+    return RunCheck(killed.name, f"{description}, bit for bit", differences)
 
 
 def last_state(experiment: Experiment, root: Path) -> tuple[Any, dict[str, Any]]:
     """Returns the last state of a workdir, on the host, and the checkpoint's metadata."""
     mesh = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
-    learned = objective.pretraining_objective(experiment.model, experiment.data)
-    abstract = step.abstract_state(learned, experiment.optimizer, Parallelism(), mesh)
+    pretraining = objective.pretraining_objective(experiment.model, experiment.data)
+    abstract = step.abstract_state(pretraining, experiment.optimizer, Parallelism(), mesh)
     checkpoints = Checkpoints(Workdir(root).checkpoints)
     restored = checkpoints.restore(experiment.total_steps, abstract)
     return jax.device_get(restored.state), restored.metadata
 
 
-def texts(name: str, killed: Path, undisturbed: Path) -> StateComparison:
+def texts(name: str, killed: Path, undisturbed: Path) -> RunCheck:
     """Compares a JSON Lines file of two workdirs, byte for byte; reports the first difference.
 
     A missing file counts as empty: a run without sample predictions writes no predictions.jsonl.
@@ -157,11 +158,11 @@ def texts(name: str, killed: Path, undisturbed: Path) -> StateComparison:
         for number, (x, y) in pairs
         if x != y
     ][:1]
-    return StateComparison(killed.name, f"{name}: {len(b)} lines, byte for byte", differences)
+    return RunCheck(killed.name, f"{name}: {len(b)} lines, byte for byte", differences)
 
 
 def corpora(prepared: Path, undisturbed: Path) -> list[str]:
-    """Returns files of two corpus folders that differ, apart from row counts, which runs add."""
+    """Lists the files that differ between two corpora, except plans.json, which runs extend."""
     a, b = (
         {
             path.relative_to(folder).as_posix()

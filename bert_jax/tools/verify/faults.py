@@ -1,7 +1,7 @@
-"""Faults of a start of `bert-jax`, which `python -m bert_jax.tools.verify.child` carries out.
+"""Faults to inject into a start of `bert-jax`; bert_jax.tools.verify.child carries them out.
 
-The child keeps a journal. A line of the journal is one JSON object, written in one call to a file
-opened for appending, so that no kill can cut the line:
+The child keeps a journal. Each line is a JSON object, written in one call to a file opened for
+appending, so that no kill can cut it. N is `Plan.start`, S a number of steps done:
 
     {"kind": "step", "start": N, "step": S, "rows": [...], "hashes": [...]}
     {"kind": "killed", "start": N, "done": S}
@@ -22,12 +22,12 @@ Moment = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 class Fault:
     """The moment at which a process is killed."""
 
-    # step: before a step; save: after the begin of a save; start: while a run is restored;
-    # evaluation: before one; prepare: while the corpus is made; roll_back: between a roll-back and
+    # step: before a step; save: once a save has begun; start: while a run is restored; evaluation:
+    # before an evaluation; prepare: while the corpus is made; roll_back: between a roll-back and
     # the next save.
     at: Moment
     signal: int = signal.SIGKILL  # the signal that kills it
-    step: int = 0  # the fault comes at the first such moment with at least so many steps done
+    step: int = 0  # least steps done; start, prepare and roll_back are only sorted by it
     # Progress at the kill. save: files that exist; start: files opened; roll_back: steps repeated.
     part: int = 0
     after: float = 0.0  # seconds between the moment and the kill
@@ -55,7 +55,7 @@ class Plan:
 
 
 def files_below(folder: pathlib.Path) -> int:
-    """Counts files while another process writes and removes some: the progress of a save."""
+    """Counts files of a folder that another process changes meanwhile: the progress of a save."""
     with contextlib.suppress(OSError):
         return sum(path.is_file() for path in folder.rglob("*"))
     return 0

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, TextIO
 
 from bert_jax import errors, system
-from bert_jax.config import code
+from bert_jax.config import code as code_lib
 from bert_jax.errors import InputError
 
 # Seconds in which the other processes may end by themselves after one has failed.
@@ -31,8 +31,8 @@ _DRAIN = 2.0
 _LAST_LINES = 20
 
 
-class ProcessResult(NamedTuple):
-    """The end of a pod."""
+class PodResult(NamedTuple):
+    """The outcome of a pod."""
 
     # 0: all have finished; 75: stopped on request; else the exit code of the first process that
     # failed, or 128 plus the signal's number if a signal killed it.
@@ -69,18 +69,18 @@ def run(
     arrive_within: float,
     hang_after: float,
     slices: int = 1,
-) -> ProcessResult:
+) -> PodResult:
     """Runs a command in several processes at once, until all have ended.
 
     Forwards SIGTERM and SIGINT to all processes.
 
     Args:
       devices: virtual devices of each process.
-      arrive_within: seconds in which all processes must have met.
-      hang_after: seconds without a step after which a process ends itself.
-      slices: number of groups of equally many processes; some groups may arrive later.
+      arrive_within: seconds in which all processes must have connected.
+      hang_after: seconds without a step after which a process counts as hung and ends itself.
+      slices: number of slices, groups of equally many processes; a late slice may join later.
     """
-    environment = os.environ | code.environment() | _addresses(processes, slices)
+    environment = os.environ | code_lib.environment() | _addresses(processes, slices)
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
     environment |= {
@@ -115,15 +115,15 @@ def run(
             member.send(signal.SIGKILL)
         for signal_number, handler in handlers.items():
             signal.signal(signal_number, handler)
-    # A process that loses another process fails because of that one; jax aborts it.
+    # A process whose peer died fails in turn (jax aborts it), so it is not the cause.
     causes = [m for m in failed if m.code not in (-signal.SIGABRT, errors.PEER_LOST)]
     first = next(iter([*causes, *failed]), None)
     if first is None:
         stopped = any(member.code == errors.STOPPED for member in members)
-        return ProcessResult(errors.STOPPED if stopped else errors.FINISHED, stop_requested)
+        return PodResult(errors.STOPPED if stopped else errors.FINISHED, stop_requested)
     for line in _explain(first, members):
         _print(f"pod: {line}", sys.stderr)
-    return ProcessResult(_shell_code(first.process.returncode), stop_requested)
+    return PodResult(_shell_code(first.process.returncode), stop_requested)
 
 
 def _addresses(processes: int, slices: int) -> dict[str, str]:
@@ -135,6 +135,7 @@ def _addresses(processes: int, slices: int) -> dict[str, str]:
         address = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
     return {
         "JAX_COORDINATOR_ADDRESS": address,
+        # With several slices only a host: each coordinator takes the port of its own address.
         "JAX_COORDINATOR_BIND_ADDRESS": address if slices == 1 else "127.0.0.1:",
         "JAX_NUM_PROCESSES": str(processes),
     }
@@ -209,7 +210,7 @@ def _print(line: str, out: TextIO) -> None:
 
 
 def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
-    """Yields lines that name the process that failed first and how, and each one's last lines."""
+    """Yields which process failed first and how, then the last lines of every process."""
     code = first.process.returncode
     if all(member.code == code and not member.ended_by_us for member in members):
         if code == -signal.SIGTERM:

@@ -28,15 +28,15 @@ HUNG = "hung"
 
 _TAIL_LINES = 5
 
-# A start is killed before it opens one of its JSON Lines files, or before the first step.
+# A start is killed before it opens metrics, timings or predictions, or before the first step.
 _START_PARTS = 4
-# A kill in `prepare` comes within this share of its time, so that it never comes after its end.
+# A kill in `prepare` comes in this first share of its duration, so never after its end.
 _LATEST_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One kill."""
+    """A planned kill."""
 
     kind: str  # one of KINDS
     fault: Fault
@@ -69,29 +69,29 @@ class Undisturbed:
         """Reads the workdir of a finished run, and its journal."""
         total, run, workdir = experiment.total_steps, experiment.run, Workdir(root)
         timings = JsonLines(workdir.timings).read()
-        laps = [line for line in timings if line["kind"] == "train" and line["steps"]]
+        train_lines = [line for line in timings if line["kind"] == "train" and line["steps"]]
+        evaluation_seconds = [x["evaluation_seconds"] for x in timings if "evaluation_seconds" in x]
         return cls(
             (*range(run.checkpoint_every, total, run.checkpoint_every), total),
             (*range(run.eval_every, total, run.eval_every), total),
             files_below(root / "checkpoints" / str(total)),
             not_finite,
             next(iter(journal.rolled_back.values()), None),
-            statistics.median(lap["seconds"] / lap["steps"] for lap in laps),
-            statistics.median(
-                x["evaluation_seconds"] for x in timings if "evaluation_seconds" in x
-            ),
+            statistics.median(line["seconds"] / line["steps"] for line in train_lines),
+            statistics.median(evaluation_seconds),
             max(line.get("prepare_seconds", 0.0) for line in timings),
             journal.survivors(),
         )
 
 
-def steps_without_loss(experiment: Experiment, seed: int) -> range:
+def draw_nonfinite_steps(experiment: Experiment, seed: int) -> range:
     """Draws steps whose loss is made not finite, so that every run rolls back.
 
     Returns `optimizer.bad_steps_in_a_row` consecutive steps between the first save and the end; no
     steps if the run is too short, or would stop instead of rolling back.
     """
     optimizer, every = experiment.optimizer, experiment.run.checkpoint_every
+    # Not right after a save, and early enough to be noticed before the end.
     first, last = every + 1, experiment.total_steps - optimizer.bad_steps_in_a_row - 2
     if first > last or optimizer.after_bad_steps == "stop":
         return range(0)
@@ -114,7 +114,7 @@ def _draw_step_fault(run: Undisturbed, rng: random.Random) -> Fault:
 
 
 def _draw_save_fault(run: Undisturbed, rng: random.Random) -> Fault:
-    # With `part` above the number of files the save is complete; the last one would end the run.
+    # With `part` above the number of files the save is complete; after the last one the run ends.
     step = rng.choice(run.saves)
     parts = run.saved_files + 2 if step < run.total else 1
     return Fault("save", step=step, part=rng.randrange(parts))
@@ -125,7 +125,7 @@ def _draw_evaluation_or_start_fault(run: Undisturbed, rng: random.Random) -> Fau
         after = rng.random() * run.evaluation_seconds
         return Fault("evaluation", step=rng.choice(run.evaluations), after=after)
     part = rng.randrange(_START_PARTS)
-    return Fault("start", step=rng.randrange(run.total), part=part)
+    return Fault("start", step=rng.randrange(run.total), part=part)  # `step` only sorts
 
 
 def _draw_roll_back_fault(run: Undisturbed, rng: random.Random) -> Fault:
@@ -149,25 +149,22 @@ KINDS: dict[str, Callable[[Undisturbed, random.Random], Fault]] = {
 }
 
 
-# --- starting children ----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class ChildResult:
-    """The end of a start."""
+    """The outcome of a start."""
 
-    # The exit code; minus the signal's number; HUNG if the start was killed for taking too long.
+    # The exit code; minus the signal's number; HUNG if it was killed for taking too long.
     code: int | str
     seconds: float  # duration
     tail: tuple[str, ...]  # last lines of the output
 
     def __str__(self) -> str:
-        return f"ended with exit code {self.code}: {'; '.join(self.tail) or 'without a line'}"
+        return f"ended with exit code {self.code}: {'; '.join(self.tail) or 'no output'}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Children:
-    """Starts `bert-jax COMMAND EXPERIMENT --workdir W`, one after the other."""
+class Launcher:
+    """Runs `bert-jax COMMAND EXPERIMENT --workdir W` in child processes, one after the other."""
 
     experiment: pathlib.Path  # a resolved config
     # Seconds after which a start counts as hung; None: no limit.
@@ -212,11 +209,11 @@ class Children:
 
 
 @dataclasses.dataclass
-class Killed:
-    """The result of one round."""
+class Attempt:
+    """An attempt to kill a run, or its last start, which is not killed."""
 
     result: ChildResult  # how the process ended
-    restored: int | None  # step of the newest checkpoint at the start; None for `prepare`
+    restored: int | None  # newest checkpoint's step when it was started; None for `prepare`
     done: int | None  # steps done when it was killed; None if the run ended before the kill
     differences: list[str]  # a line for each difference from what is expected
 
@@ -224,14 +221,14 @@ class Killed:
 class ResumedRun:
     """A run that is restarted after each kill; each start is checked."""
 
-    def __init__(self, children: Children, workdir: pathlib.Path, undisturbed: Undisturbed):
+    def __init__(self, launcher: Launcher, workdir: pathlib.Path, undisturbed: Undisturbed):
         self.workdir, self.journal = workdir, workdir.with_name(workdir.name + ".journal")
-        self._children, self._undisturbed = children, undisturbed
+        self._children, self._undisturbed = launcher, undisturbed
         self._starts = 0
         self._least = 0  # the next start must resume from this step or a later one
         self.is_complete = False  # whether the run reached its end before a kill, as expected
 
-    def kill(self, round_: Round) -> Killed:
+    def kill(self, round_: Round) -> Attempt:
         """Starts the run, and kills it as the round says."""
         killed, rolled_back = self._start(round_.fault)
         result = killed.result
@@ -255,7 +252,7 @@ class ResumedRun:
             killed.differences.append(f"was to finish and {killed.result}")
         return killed.differences
 
-    def _start(self, fault: Fault | None) -> tuple[Killed, tuple[int, int] | None]:
+    def _start(self, fault: Fault | None) -> tuple[Attempt, tuple[int, int] | None]:
         """Returns the result of a start, and its roll-back (see `Journal.rolled_back`)."""
         self._starts += 1
         saved, not_finite = newest_checkpoint(self.workdir), tuple(self._undisturbed.not_finite)
@@ -265,7 +262,7 @@ class ResumedRun:
         done = journal.killed.get(self._starts)
         done = None if done is None else max(done, saved)  # a kill may precede the first step
         differences = self._check_steps(journal.executions_of(self._starts), saved)
-        return Killed(result, saved, done, differences), journal.rolled_back.get(self._starts)
+        return Attempt(result, saved, done, differences), journal.rolled_back.get(self._starts)
 
     def _check_steps(self, executions: list[Execution], saved: int) -> list[str]:
         """Checks that a start resumed from the newest checkpoint, with the planned batches."""
@@ -283,18 +280,19 @@ class ResumedRun:
 
     def _least_saved(self, fault: Fault, done: int, rolled_back: tuple[int, int] | None) -> int:
         """Returns the lowest step that the newest checkpoint may have after a kill."""
-        run, least, saves = self._undisturbed, self._least, fault.signal == signal.SIGTERM
-        # Numbers of steps done at which nothing is saved, unless the run has rolled back before.
+        run, least, saves_at_end = self._undisturbed, self._least, fault.signal == signal.SIGTERM
+        # Numbers of steps done, from the first bad step to the one after which the run must have
+        # rolled back: nothing is saved, unless the run has rolled back before.
         unsaved = range(run.not_finite.start + 1, run.rolled_back[0] + 2 if run.rolled_back else 0)
-        reached = done + saves
+        reached = done + saves_at_end  # SIGTERM comes before a step, which is still done
         if rolled_back is not None:
             least = rolled_back[1]  # the roll-back deleted newer checkpoints
         elif reached in unsaved:
-            reached, saves = run.not_finite.start, False
-        if saves:
+            reached, saves_at_end = run.not_finite.start, False
+        if saves_at_end:
             return max(least, reached)
-        # A save waits for the save before it, so a kill loses at most the newest begun save. The
-        # last step was dispatched, but its save may not have begun.
+        # A save waits for the save before it, so a kill loses at most the one in progress. The last
+        # step was dispatched, but its save may not have begun.
         every = run.saves[0]
         return max(least, (reached - 1) // every * every - every)
 

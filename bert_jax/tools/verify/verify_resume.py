@@ -1,12 +1,12 @@
 """`bert-jax verify-resume`: compares a run that is killed repeatedly with an undisturbed run.
 
-W/verify.json          the command's arguments; the command may be repeated in such a folder
+W/verify.json          the command's arguments; marks a folder that the command may clear and reuse
 W/experiment.json      the experiment, with its corpus in W/corpus
 W/corpus/              the corpus, made without a kill
 W/undisturbed/         the run without a kill
-W/killed/              the run that is killed; killed-2 follows if it ends before all kills
-W/prepared/N/          the corpus of round N, if it differs
-W/NAME.log, .journal   output and journal of the starts of each (see tools.verify.child)
+W/killed/              the run that is killed; killed-2 follows if it finishes before all kills
+W/prepared/N/          the corpus of a killed and repeated `prepare`, round N, if it differs
+W/NAME.log, .journal   output and journal of all starts in a folder NAME (see tools.verify.child)
 """
 
 import dataclasses
@@ -25,35 +25,31 @@ from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage.locks import lock
-from bert_jax.storage.workdir import (
-    require_local,
-    translate_os_errors,
-    write_atomic,
-)
+from bert_jax.storage.workdir import require_local, translate_os_errors, write_atomic
 from bert_jax.tools.verify import compare, resume
-from bert_jax.tools.verify.compare import Journal, StateComparison
+from bert_jax.tools.verify.compare import Journal, RunCheck
 from bert_jax.tools.verify.faults import Plan
-from bert_jax.tools.verify.resume import Children, Killed, ResumedRun, Round, Undisturbed
+from bert_jax.tools.verify.resume import Attempt, Launcher, ResumedRun, Round, Undisturbed
 
 FORMAT_VERSION = 1
 
-_MARK = "verify.json"
-# Names of files and folders that this command makes. Earlier versions made the last two.
+_MARKER_FILE = "verify.json"
+# Names of what this command makes; earlier versions made `nudged` and `elsewhere`.
 _KNOWN_NAMES = re.compile(
-    rf"lock|{_MARK}|\.({_MARK}|experiment\.json)\.\d+\.tmp|experiment\.json|"
+    rf"lock|{_MARKER_FILE}|\.({_MARKER_FILE}|experiment\.json)\.\d+\.tmp|experiment\.json|"
     r"(corpus|undisturbed|killed(-\d+)?|prepared|nudged|elsewhere)(\.log|\.journal)?"
 )
 
 # A start has hung after this many times the seconds of the undisturbed run, and at least this long.
-_TIMEOUT_FACTOR, _LEAST_TIMEOUT = 3.0, 600.0
+_TIMEOUT_FACTOR, _MIN_TIMEOUT = 3.0, 600.0
 
 _HEADER = f"{'round':>5}  {'kind':<27} {'from step':>9} {'killed at':>9} {'exit':>5} {'seconds':>8}"
 
-Report = Callable[[str], None]
-Outcome = tuple[Round, Killed]
+Print = Callable[[str], None]
+Outcome = tuple[Round, Attempt]
 
 
-def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, report: Report) -> int:
+def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, report: Print) -> int:
     """Runs the experiment undisturbed and killed `count` times; returns how many things differ.
 
     `root` is W, a folder of this machine: new, empty, or of an earlier `verify-resume`. The corpus
@@ -65,17 +61,18 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, repo
         start_time = time.monotonic()
         arguments = {"experiment": experiment.name, "rounds": count, "seed": seed}
         mark = json.dumps({"format_version": FORMAT_VERSION, **arguments}, indent=2)
-        write_atomic(epath.Path(folder / _MARK), mark + "\n")
-        _clear(folder, keep=_MARK)
-        run = dataclasses.replace(experiment.run, corpus_dir=str(folder / "corpus"))
-        experiment = dataclasses.replace(experiment, run=run)
+        write_atomic(epath.Path(folder / _MARKER_FILE), mark + "\n")
+        _clear(folder, keep=_MARKER_FILE)
+        settings = dataclasses.replace(experiment.run, corpus_dir=str(folder / "corpus"))
+        experiment = dataclasses.replace(experiment, run=settings)
         write_atomic(epath.Path(folder / "experiment.json"), config.to_json(experiment))
-        not_finite = resume.steps_without_loss(experiment, seed)
-        run, children, comparisons = _run_undisturbed(experiment, folder, not_finite, report)
-        outcomes, runs = _kill(folder, run, children, resume.draw(run, count, seed), report)
-        for killed in runs:
-            comparisons += _finish(experiment, folder, killed)
-        return _report(outcomes, comparisons, time.monotonic() - start_time, report)
+        not_finite = resume.draw_nonfinite_steps(experiment, seed)
+        undisturbed, launcher, checks = _run_undisturbed(experiment, folder, not_finite, report)
+        rounds = resume.draw(undisturbed, count, seed)
+        outcomes, runs = _kill(folder, undisturbed, launcher, rounds, report)
+        for resumed in runs:
+            checks += _finish(experiment, folder, resumed)
+        return _report(outcomes, checks, time.monotonic() - start_time, report)
 
 
 def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> None:
@@ -90,12 +87,12 @@ def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> N
     for name in ("checkpoint_every", "eval_every"):
         every, total = getattr(experiment.run, name), experiment.total_steps
         if every >= total:
-            rule = f"must be below the {total} steps of the run, so that a kill can hit one"
+            rule = f"must be below the {total} steps of the run, so that one can be killed"
             raise InputError(f"run.{name}={every}: {rule}; use a smaller number")
     with translate_os_errors(root):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     unknown = [name for name in names if not _KNOWN_NAMES.fullmatch(name)]
-    if unknown or (names not in ([], ["lock"]) and _MARK not in names):
+    if unknown or (names not in ([], ["lock"]) and _MARKER_FILE not in names):
         raise InputError(
             f"{root}: holds {(unknown or names)[0]}, which `verify-resume` did not make; choose "
             "another folder with --workdir"
@@ -113,51 +110,51 @@ def _clear(folder: pathlib.Path, keep: str = "") -> None:
 
 
 def _run_undisturbed(
-    experiment: Experiment, folder: pathlib.Path, not_finite: range, report: Report
-) -> tuple[Undisturbed, Children, list[StateComparison]]:
+    experiment: Experiment, folder: pathlib.Path, not_finite: range, report: Print
+) -> tuple[Undisturbed, Launcher, list[RunCheck]]:
     """Makes the corpus and the run that all others are compared with, and checks its rows."""
     workdir, journal = folder / "undisturbed", folder / "undisturbed.journal"
-    children = Children(folder / "experiment.json")
+    launcher = Launcher(folder / "experiment.json")
     plan = Plan(None, str(journal), not_finite=tuple(not_finite))
-    result = children.run("pretrain", workdir, plan)
+    result = launcher.run("pretrain", workdir, plan)
     if result.code == errors.BAD_INPUT:
         _clear(folder)
         raise InputError("; ".join(result.tail[-1:]).removeprefix("bert-jax: "))
     if result.code != errors.FINISHED:
         raise InputError(f"{workdir}.log: the undisturbed run {result}")
     report(f"undisturbed: {result.seconds:.1f} s")
-    timeout = max(_LEAST_TIMEOUT, _TIMEOUT_FACTOR * result.seconds)
+    timeout = max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * result.seconds)
     undisturbed = Undisturbed.of(experiment, workdir, Journal.read(journal), not_finite)
     comparisons = [compare.rows(workdir.name, experiment, undisturbed.planned)]
     if not_finite:
         steps = f"{not_finite[0]} to {not_finite[-1]}"
         description = f"rolled back over steps {steps}, whose loss was made not finite"
         differences = [] if undisturbed.rolled_back else ["it did not"]
-        comparisons.append(StateComparison(workdir.name, description, differences))
-    return undisturbed, dataclasses.replace(children, timeout=timeout), comparisons
+        comparisons.append(RunCheck(workdir.name, description, differences))
+    return undisturbed, dataclasses.replace(launcher, timeout=timeout), comparisons
 
 
 def _kill(
-    folder: pathlib.Path, run: Undisturbed, children: Children, rounds: list[Round], report: Report
+    folder: pathlib.Path, run: Undisturbed, launcher: Launcher, rounds: list[Round], report: Print
 ) -> tuple[list[Outcome], list[ResumedRun]]:
     """Kills once a round; returns the outcome of each kill, and the killed runs."""
     if run.rolled_back is None:
         report(
-            "left out: kills at a roll-back: this run has none (optimizer.after_bad_steps=stop), "
-            "or too few steps after its first checkpoint (optimizer.bad_steps_in_a_row)"
+            "left out: kills at a roll-back: the run does not roll back (optimizer.after_bad_steps="
+            "stop, or too few steps for optimizer.bad_steps_in_a_row after the first checkpoint)"
         )
     report(_HEADER)
     outcomes: list[Outcome] = []
     runs: list[ResumedRun] = []
     for number, round_ in enumerate(rounds, 1):
         if round_.kind == "in prepare":
-            killed = _kill_prepare(folder, number, round_, children)
+            killed = _kill_prepare(folder, number, round_, launcher)
         else:
             # If a run ends before it is killed, a new run is started and killed instead.
             for _ in range(2):
                 if not runs or runs[-1].is_complete:
                     name = f"killed-{len(runs) + 1}" if runs else "killed"
-                    runs.append(ResumedRun(children, folder / name, run))
+                    runs.append(ResumedRun(launcher, folder / name, run))
                 killed = runs[-1].kill(round_)
                 if not runs[-1].is_complete:
                     break
@@ -173,27 +170,27 @@ def _kill(
     return outcomes, runs
 
 
-def _kill_prepare(folder: pathlib.Path, number: int, round_: Round, children: Children) -> Killed:
+def _kill_prepare(folder: pathlib.Path, number: int, round_: Round, launcher: Launcher) -> Attempt:
     """Kills `prepare`, repeats it to its end, and compares the corpus with the undisturbed one."""
     workdir, settings = folder / "prepared" / str(number), ("run.corpus_dir=",)
     workdir.parent.mkdir(exist_ok=True)
-    result = children.run("prepare", workdir, Plan(round_.fault), settings)
-    repeated = children.run("prepare", workdir, Plan(), settings)
+    result = launcher.run("prepare", workdir, Plan(round_.fault), settings)
+    repeated = launcher.run("prepare", workdir, Plan(), settings)
     differences = [] if result.code == -signal.SIGKILL else [f"was to be killed and {result}"]
     if repeated.code != errors.FINISHED:
-        differences.append(f"afterwards {repeated}")
+        differences.append(f"the repeated `prepare` {repeated}")
     else:
         differences += compare.corpora(workdir / "corpus", folder / "corpus")
     if not differences:
         shutil.rmtree(workdir)
         workdir.with_name(workdir.name + ".log").unlink(missing_ok=True)
-    return Killed(result, None, None, differences)
+    return Attempt(result, None, None, differences)
 
 
-def _finish(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> list[StateComparison]:
+def _finish(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> list[RunCheck]:
     """Finishes a killed run, and compares it with the undisturbed run."""
     workdir, undisturbed = run.workdir, folder / "undisturbed"
-    comparisons = [StateComparison(workdir.name, "resumed to its end", run.finish())]
+    comparisons = [RunCheck(workdir.name, "resumed to its end", run.finish())]
     if resume.newest_checkpoint(workdir) != experiment.total_steps:
         return comparisons  # the run did not reach its end
     return [
@@ -206,7 +203,7 @@ def _finish(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> li
 
 
 def _report(
-    outcomes: list[Outcome], comparisons: list[StateComparison], seconds: float, report: Report
+    outcomes: list[Outcome], comparisons: list[RunCheck], seconds: float, report: Print
 ) -> int:
     """Reports kills by kind, then comparisons; returns the number of all differences."""
     report(f"\n{'kind':<27} {'kills':>5} {'differences':>12}")

@@ -91,7 +91,7 @@ def test_by_the_paper_settings_are_chosen_with_one_seed_and_small_tasks_have_fiv
     assert rte.settings == {"optimizer.peak_learning_rate": "3e-5", "batch_size": "16"}
     assert (len(mnli.seed_runs), len(rte.seed_runs)) == (1, 5)
     assert rte.best["settings"]["seed"] == "2"
-    mean, deviation = rte.mean(rte.task.scores[0])
+    mean, deviation = rte.stats(rte.task.scores[0])
     assert mean == pytest.approx(0.6102) and deviation == pytest.approx(0.001 / 5**0.5)
 
 

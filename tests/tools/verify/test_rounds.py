@@ -90,11 +90,11 @@ def test_kills_come_where_their_kind_has_a_place():
 
 def test_steps_without_a_loss_lie_after_the_first_save(experiment):
     three = config.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
-    found = {resume.steps_without_loss(three, seed) for seed in range(100)}
+    found = {resume.draw_nonfinite_steps(three, seed) for seed in range(100)}
     assert {len(steps) for steps in found} == {3}
     assert {steps.start for steps in found} == set(range(5, 18))
     for setting in ("optimizer.after_bad_steps=stop", "optimizer.bad_steps_in_a_row=16"):
-        assert not resume.steps_without_loss(config.override(experiment, [setting]), 0)
+        assert not resume.draw_nonfinite_steps(config.override(experiment, [setting]), 0)
 
 
 # --- journals -----------------------------------------------------------------------------------
