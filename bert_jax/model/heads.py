@@ -40,7 +40,7 @@ def init_params(cfg: Model, key: jax.Array) -> Params:
 
 
 def merge(cfg: Model, params: Params) -> PretrainingModel:
-    """Returns the module with these parameters, see `fill_params`."""
+    """Returns the module with these parameters. Custom code of saved runs calls it by this name."""
     return fill_params(params, PretrainingModel, cfg)
 
 
