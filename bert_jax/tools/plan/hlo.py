@@ -171,7 +171,10 @@ def whole_batch_arrays(
         length,
         phase.max_predictions_per_seq,
     }
-    flat_sizes = set() if rows * length == padded_vocab_size(model) else {rows * length}
+    # Sizes of arrays without rows: logits of a token, and biases of all layers.
+    widths = model.hidden_size, model.intermediate_size
+    other_sizes = {padded_vocab_size(model), *(model.num_hidden_layers * width for width in widths)}
+    flat_sizes = {rows * length} - other_sizes
     if shards == 1 or rows in model_sizes:
         return None
     # The rows of the batch, and those of a micro-batch.

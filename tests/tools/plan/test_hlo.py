@@ -64,3 +64,11 @@ def test_what_counts_as_the_whole_batch(array, found):
     lines = f"HloModule small\nENTRY %main () -> f32[] {{\n  ROOT %c = {array} iota()\n}}\n"
     got = hlo.whole_batch_arrays(hlo.parse(lines), experiment(48), 0, 4)
     assert got == ([array] if found else [])
+
+
+def test_biases_of_all_layers_are_not_taken_for_the_tokens_of_the_batch():
+    lines = "HloModule small\nENTRY %main () -> f32[] {\n  ROOT %c = f32[98304] iota()\n}\n"
+    large_run = experiment(768)  # 768 x 128 tokens are as many as 24 x 4,096 biases
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
+    large_run = config.override(large_run, [f"model.{k}={v}" for k, v in sizes.items()])
+    assert hlo.whole_batch_arrays(hlo.parse(lines), large_run, 0, 256) == []
