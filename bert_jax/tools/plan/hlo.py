@@ -171,10 +171,9 @@ def whole_batch_arrays(
         length,
         phase.max_predictions_per_seq,
     }
-    # Sizes of arrays without rows: logits of a token, and biases of all layers.
+    flat_sizes = set() if rows * length == padded_vocab_size(model) else {rows * length}
     widths = model.hidden_size, model.intermediate_size
-    other_sizes = {padded_vocab_size(model), *(model.num_hidden_layers * width for width in widths)}
-    flat_sizes = {rows * length} - other_sizes
+    biases = [(model.num_hidden_layers * width,) for width in widths]  # of all layers
     if shards == 1 or rows in model_sizes:
         return None
     # The rows of the batch, and those of a micro-batch.
@@ -185,7 +184,8 @@ def whole_batch_arrays(
     for computation in module.computations.values():
         for instruction in computation.instructions:
             for kind, sizes in arrays(instruction.type):
-                if flat_sizes & set(sizes) or _spans_rows(sizes, row_counts, heads, length):
+                is_flat = bool(flat_sizes & set(sizes)) and sizes not in biases
+                if is_flat or _spans_rows(sizes, row_counts, heads, length):
                     arrays_seen[f"{kind}[{','.join(map(str, sizes))}]"] = None
     return list(arrays_seen)[:_SHOWN]
 
