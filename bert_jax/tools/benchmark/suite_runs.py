@@ -241,7 +241,7 @@ class Benchmark:
     def _keep(self, key: str, member: SweepRun, scores: dict[str, Any]) -> None:
         """Stores a finished run."""
         lines = JsonLines(Workdir(self.root / "runs" / member.folder).timings).read()
-        seconds = times.account(lines)  # by what they were spent on; `away` is between two starts
+        seconds = times.seconds_by_part(lines)  # `away` is the time between two starts
         with self._lock:
             self._record["runs"][key] = {
                 "folder": member.folder,
