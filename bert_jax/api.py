@@ -93,7 +93,7 @@ def finetune(
         task = config.load(os.fspath(task), kind=Finetuning)
     task = _override(task, settings)
     root = f"runs/{task.name}" if workdir is None else os.fspath(workdir)
-    base_path = None if base is None else hub.locate_base(os.fspath(base))
+    base_path = None if base is None else hub.fetch_base(os.fspath(base))
     outcome = finetuning_job.finetune(task, base_path, root, _make_progress(progress))
     _require_finished(outcome, root)
     return FinetunedModel.load(mirror.open_workdir(root), base_path)
@@ -145,7 +145,7 @@ def load(
     """
     if code is not None:
         allow_code_file(os.fspath(code))
-    folder = epath.Path(hub.locate_base(os.fspath(path)))
+    folder = epath.Path(hub.fetch_base(os.fspath(path)))
     run = mirror.open_workdir(folder)
     if holds_finetuning(run):
         return FinetunedModel.load(run, None if base is None else os.fspath(base), checkpoint)
@@ -323,7 +323,7 @@ def import_weights(
     target = epath.Path(workdir)
     copies.require_new_folder(target)
     importing.import_weights(
-        hub.locate_files(os.fspath(source)),
+        hub.fetch_files(os.fspath(source)),
         target,
         None if tokenizer is None else os.fspath(tokenizer),
         logger.info,

@@ -164,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         if code_file:
             allow_code_file(code_file)
         if getattr(args, "base", None):
-            args.base = hub.locate_base(args.base)
+            args.base = hub.fetch_base(args.base)
         exit_code = args.command.run(args)
         if code_file and exit_code == FINISHED and not was_used(code_file):
             print(

@@ -70,7 +70,7 @@ def import_base(args: argparse.Namespace) -> int:
     from bert_jax.interop import importing
 
     importing.import_weights(
-        hub.locate_files(args.source),
+        hub.fetch_files(args.source),
         epath.Path(args.workdir),
         args.tokenizer,
         print_now,
@@ -136,7 +136,7 @@ def export(args: argparse.Namespace) -> int:
     if args.push and args.form == "adapter":
         raise InputError("--push: an adapter reads its base from a local folder; use --as task")
     if args.push:
-        hub.require_push_access(args.push)
+        hub.require_login(args.push)
     run = open_run_or_base(args.workdir)
     if not args.all_checkpoints:
         _export(run, args, out)

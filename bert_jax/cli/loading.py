@@ -58,7 +58,7 @@ def workdir_path(experiment: Experiment, path: str | None) -> str:
 
 def open_run_or_base(path: str) -> Workdir:
     """Opens a run, a base or a hub model, without importing jax; raises InputError without one."""
-    run = mirror.open_workdir(hub.locate_base(path))
+    run = mirror.open_workdir(hub.fetch_base(path))
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
         workdir.load_experiment(run)  # raises unless it is a pre-training run
     return run

@@ -1,4 +1,4 @@
-"""The model card of an exported model: its text, its training and its scores."""
+"""The model card of an exported model: its configuration, corpus, recipe and scores."""
 
 import json
 import pathlib
@@ -26,7 +26,6 @@ _TASKS = {
 }
 # Maximum number of sources that are listed; further sources are counted.
 _MAX_SOURCES = 50
-# Fields with paths of files.
 _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task.validation")
 _PATHS += ("vectors.teacher",)
 
@@ -40,7 +39,7 @@ def render(
     finetuning: Finetuning | None = None,
     labels: Sequence[str] = (),
 ) -> str:
-    """Returns the text of README.md, with names of files and runs in code spans, without markup.
+    """Returns README.md, with names of files and runs in code spans, where they are no markup.
 
     `architecture` is the class that reads the model from `folder`, a path or a name on the hub; the
     form `adapter` is PEFT's, with a base in the folder; `finetuning` is the experiment that made
@@ -50,7 +49,7 @@ def render(
     if finetuning and finetuning.task.kind == "rank":
         task = "text-ranking"
     name = FAMILIES[family(trained.model)].label
-    # bert_jax did not train an imported model, or trained it in the run that its source names.
+    # A model with a `source` is a base, which bert_jax did not necessarily pre-train.
     made = "fine-tuned" if finetuning else "written" if trained.source else "pre-trained"
     use = f", for texts of task.kind={finetuning.task.kind}" if finetuning else ""
     is_for_texts = task in ("feature-extraction", "text-ranking")
@@ -91,7 +90,6 @@ def code_span(text: str) -> str:
 def _usage_example(
     architecture: str, folder: str, form: Literal["model", "adapter"], task: str
 ) -> list[str]:
-    """Returns lines of Python that load the model."""
     paths = (folder, f"{folder}/base")
     target, base = (json.dumps(printable(path).replace("`", "'")) for path in paths)
     if task == "text-ranking" and form == "model":
@@ -123,6 +121,7 @@ def _corpus(trained: LoadedModel) -> Iterator[str]:
 
 
 def _identity_fields(experiment: Experiment | Finetuning) -> Iterator[str]:
+    """Yields lines of the fields with the role `identity`, which change what is computed."""
     for path, value in config.flatten(experiment, "identity"):
         if path in _PATHS:
             # Cards are published; the paths of the author's files are private.

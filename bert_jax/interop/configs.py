@@ -12,9 +12,8 @@ from bert_jax import config
 from bert_jax.checkpoints.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop import vocabularies
 from bert_jax.interop.names import HEADS, PARTS, TASKS, family
-from bert_jax.interop.vocabularies import require
+from bert_jax.interop.vocabularies import read_object, require
 from bert_jax.pretraining.loaded_model import LoadedModel
 
 # Number of outputs by kind of task, where it is fixed.
@@ -64,7 +63,7 @@ _MODERN_FIXED = {
 }
 # Model types with RoBERTa's architecture, and the prefixes of their classes.
 _ROBERTAS = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
-# local_attention minus local_window: both halves of a decoder's window include the token itself.
+# local_attention - local_window: transformers' decoder counts the token itself in both halves.
 _DECODER_WINDOW_EXTRA = 2
 _DECODER = "modernbert-decoder"  # ModernBERT with a causal mask
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -92,8 +91,8 @@ _BERT_KEYS = [
     *_allow_only(_BERT_FIXED),
 ]
 _ROBERTA_KEYS = [
-    *(field for field in _BERT_KEYS if field.key not in ("type_vocab_size", "is_decoder")),
-    _KeyRule("max_position_embeddings", "max_position_embeddings", None, 512),
+    *(rule for rule in _BERT_KEYS if rule.key not in ("type_vocab_size", "is_decoder")),
+    _KeyRule("max_position_embeddings", "max_position_embeddings", None, 512),  # overrides
     _KeyRule("type_vocab_size", "type_vocab_size", [1], 1),
     _KeyRule("is_decoder", allowed=[False]),
 ]
@@ -102,7 +101,7 @@ _DISTILBERT_KEYS = [
     _KeyRule("activation", "hidden_act", _ACTIVATIONS, "gelu"),
     _KeyRule("chunk_size_feed_forward", allowed=[0]),
 ]
-# Parameters of each kind of rotary scaling; since version 5 each type of layer has its own.
+# Parameters of each kind of rotary scaling, which transformers 5 has for each type of layer.
 _SCALINGS = {"default": (), "linear": ("factor",), "yarn": ("positions", "factor")}
 _SCALING_KEYS = [
     _KeyRule("factor", "factor", float),
@@ -130,11 +129,11 @@ _MODERN_KEYS = [
 ]
 
 
-def _convert(path: epath.Path, table: list[_KeyRule], fields: dict[str, Any]) -> dict[str, Any]:
+def _convert(path: epath.Path, table: list[_KeyRule], hf_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of Model for keys of config.json; an InputError names the key."""
     converted = {}
     for key, name, allowed, default in table:
-        value = default if fields.get(key) is None else fields[key]
+        value = default if hf_config.get(key) is None else hf_config[key]
         if value is None:
             continue
         if allowed is float and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -158,7 +157,7 @@ _UNSUPPORTED = {
 
 def read(path: epath.Path) -> Model:
     """Reads a config.json as a Model section; missing keys have transformers' defaults."""
-    fields = vocabularies.read_object(path)
+    hf_config = read_object(path)
     readers = {
         "bert": build_bert,
         **dict.fromkeys(_ROBERTAS, _build_roberta),
@@ -166,28 +165,28 @@ def read(path: epath.Path) -> Model:
         "modernbert": _build_modern,
         _DECODER: _build_modern,
     }
-    if reason := _UNSUPPORTED.get(str(fields.get("model_type"))):
-        raise InputError(f"{path}: model_type={fields['model_type']!r}: not supported; {reason}")
-    model_type = require(path, "model_type", fields.get("model_type"), readers)
-    for name in _architectures(fields):
+    if reason := _UNSUPPORTED.get(str(hf_config.get("model_type"))):
+        raise InputError(f"{path}: model_type={hf_config['model_type']!r}: not supported; {reason}")
+    model_type = require(path, "model_type", hf_config.get("model_type"), readers)
+    for name in _architectures(hf_config):
         require(path, "architectures", name, [*PARTS, *HEADS])
-    return readers[model_type](path, fields)
+    return readers[model_type](path, hf_config)
 
 
 def task_class(path: epath.Path) -> str | None:
     """Returns the class with a task's head that a config.json names; None if there is none."""
-    architectures = _architectures(vocabularies.read_object(path))
+    architectures = _architectures(read_object(path))
     return next((name for name in architectures if name in HEADS), None)
 
 
 def head_of(
     path: epath.Path, architecture: str, tensors: Mapping[str, np.ndarray], width: int
 ) -> Head | None:
-    """Returns the head of a class for tasks; None if the kind of task is not supported.
+    """Returns the head of a class with a task's head; None if the kind of task is not supported.
 
     The architecture is one of `names.HEADS`; tensors are float32, by canonical names.
     """
-    fields, name = vocabularies.read_object(path), HEADS[architecture][1]
+    hf_config, name = read_object(path), HEADS[architecture][1]
     weight, bias = (tensors.get(f"{name}.{part}", np.empty(0)) for part in ("weight", "bias"))
     if bias.ndim != 1 or not len(bias) or weight.shape != (len(bias), width):
         raise InputError(
@@ -198,31 +197,31 @@ def head_of(
     if "regress" in kinds:
         kinds = ("regress", "rank") if len(bias) == 1 else ("classify", "pair")
     has_pooling = architecture.startswith("ModernBert") and kinds[0] not in ("tag", "span")
-    pooling = fields.get("classifier_pooling", "cls") if has_pooling else "cls"
-    is_unsupported = fields.get("problem_type") == "multi_label_classification"
+    pooling = hf_config.get("classifier_pooling", "cls") if has_pooling else "cls"
+    is_unsupported = hf_config.get("problem_type") == "multi_label_classification"
     is_unsupported |= pooling not in ("cls", "mean")
     if is_unsupported or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
         return None
     if kinds[0] not in ("classify", "tag"):
         return Head(kinds, (), weight.T, bias, pooling)
-    id2label = fields.get("id2label")
+    id2label = hf_config.get("id2label")
     id2label = id2label if isinstance(id2label, dict) else {}
     labels = tuple(str(id2label.get(str(i), f"LABEL_{i}")) for i in range(len(bias)))
     return Head(kinds, labels, weight.T, bias, pooling)
 
 
-def _architectures(fields: dict[str, Any]) -> list[Any]:
+def _architectures(hf_config: dict[str, Any]) -> list[Any]:
     """Returns the named classes, with `Roberta` in place of the prefixes in `_ROBERTAS`."""
-    named = fields.get("architectures") or []
+    named = hf_config.get("architectures") or []
     named = named if isinstance(named, list) else [named]
     prefixes = f"^({'|'.join(_ROBERTAS.values())})"
     return [re.sub(prefixes, "Roberta", x) if isinstance(x, str) else x for x in named]
 
 
-def _build_roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
+def _build_roberta(path: epath.Path, hf_config: dict[str, Any]) -> Model:
     """Builds the section of a RoBERTa, whose positions begin after the id of the padding token."""
-    values = _convert(path, _ROBERTA_KEYS, fields)
-    pad_id, rows = fields.get("pad_token_id", 1), values["max_position_embeddings"]
+    values = _convert(path, _ROBERTA_KEYS, hf_config)
+    pad_id, rows = hf_config.get("pad_token_id", 1), values["max_position_embeddings"]
     for name, value in (("pad_token_id", pad_id), ("max_position_embeddings", rows)):
         if type(value) is not int or value < 0:
             raise InputError(f"{path}: {name}={value!r}: must be a whole number")
@@ -230,24 +229,24 @@ def _build_roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
     return config.build_section(Model, values, str(path))
 
 
-def _build_distilbert(path: epath.Path, fields: dict[str, Any]) -> Model:
-    values = _convert(path, _DISTILBERT_KEYS, fields)
+def _build_distilbert(path: epath.Path, hf_config: dict[str, Any]) -> Model:
+    values = _convert(path, _DISTILBERT_KEYS, hf_config)
     return config.build_section(Model, values | {"type_vocab_size": 0}, str(path))
 
 
-def build_bert(path: epath.Path, fields: dict[str, Any]) -> Model:
+def build_bert(path: epath.Path, hf_config: dict[str, Any]) -> Model:
     """Builds the Model section from the fields of a BERT's configuration."""
-    return config.build_section(Model, _convert(path, _BERT_KEYS, fields), str(path))
+    return config.build_section(Model, _convert(path, _BERT_KEYS, hf_config), str(path))
 
 
-def _build_modern(path: epath.Path, fields: dict[str, Any]) -> Model:
-    values = {"kind": "modern"} | _convert(path, _MODERN_KEYS, fields)
+def _build_modern(path: epath.Path, hf_config: dict[str, Any]) -> Model:
+    values = {"kind": "modern"} | _convert(path, _MODERN_KEYS, hf_config)
     # Model has one activation for layers and for the head.
     acts = [name for name, act in _ACTIVATIONS.items() if act == values["hidden_act"]]
-    require(path, "classifier_activation", fields.get("classifier_activation", "gelu"), acts)
-    every = values["global_every"] = _global_every(path, fields, values["num_hidden_layers"])
-    values |= _read_rotary(path, fields, values["max_position_embeddings"])
-    if fields["model_type"] == _DECODER:
+    require(path, "classifier_activation", hf_config.get("classifier_activation", "gelu"), acts)
+    every = values["global_every"] = _global_every(path, hf_config, values["num_hidden_layers"])
+    values |= _read_rotary(path, hf_config, values["max_position_embeddings"])
+    if hf_config["model_type"] == _DECODER:
         values["direction"] = "left_to_right"
         if isinstance(window := values["local_window"], int):
             values["local_window"] = window // 2 * 2 - _DECODER_WINDOW_EXTRA
@@ -256,13 +255,14 @@ def _build_modern(path: epath.Path, fields: dict[str, Any]) -> Model:
     return config.build_section(Model, values, str(path))
 
 
-def _global_every(path: epath.Path, fields: dict[str, Any], count: Any) -> Any:
+def _global_every(path: epath.Path, hf_config: dict[str, Any], count: Any) -> Any:
     """Returns n, where the layers 0, n, 2n, ... are global; versions before 5 state n."""
-    types = fields.get("layer_types")
+    types = hf_config.get("layer_types")
     if types is None:
-        return fields.get("global_attn_every_n_layers", _DEFAULT_GLOBAL_EVERY)
+        return hf_config.get("global_attn_every_n_layers", _DEFAULT_GLOBAL_EVERY)
     if not isinstance(types, list) or len(types) != count or not types:
         raise InputError(f"{path}: layer_types: must be a list of num_hidden_layers={count!r}")
+    # If only layer 0 is global, any n from the number of layers on fits; the default is preferred.
     default = max(len(types), _DEFAULT_GLOBAL_EVERY) if _LOCAL in types else 1
     every = next((i for i in range(1, len(types)) if types[i] == _GLOBAL), default)
     if types != _layer_types(len(types), every):
@@ -277,16 +277,16 @@ def _layer_types(count: int, every: int) -> list[str]:
     return [_LOCAL if i % every else _GLOBAL for i in range(count)]
 
 
-def _read_rotary(path: epath.Path, fields: dict[str, Any], max_positions: Any) -> dict[str, Any]:
+def _read_rotary(path: epath.Path, hf_config: dict[str, Any], max_positions: Any) -> dict[str, Any]:
     """Returns bases and scalings of rotary positions, stated for each type of layer or for both."""
     values: dict[str, Any] = {}
-    by_type, for_both = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    by_type, for_both = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
     for layer_type, name in _ROTARY.items():
         rope = (by_type.get(layer_type) or {}) if isinstance(by_type, dict) else None
         if not isinstance(rope, dict) or not isinstance(for_both, dict):
             raise InputError(
                 f"{path}: rope_parameters={by_type!r}, rope_scaling={for_both!r}: both must be "
-                f"objects, and rope_parameters contain an object {_GLOBAL} and an object {_LOCAL}"
+                f"objects, and rope_parameters must contain objects {_GLOBAL} and {_LOCAL}"
             )
         if for_both and "rope_type" not in for_both:  # transformers would ignore the scaling
             raise InputError(f"{path}: rope_scaling={for_both!r}: has no rope_type; add it")
@@ -295,7 +295,7 @@ def _read_rotary(path: epath.Path, fields: dict[str, Any], max_positions: Any) -
         kind = rope.get("rope_type", rope.get("type", "default"))
         require(path, "rope_type", kind, _SCALINGS)
         scaling = {"positions": max_positions} | _convert(path, _SCALING_KEYS, rope)
-        numbers = [str(scaling.get(number)).removesuffix(".0") for number in _SCALINGS[kind]]
+        numbers = [str(scaling.get(parameter)).removesuffix(".0") for parameter in _SCALINGS[kind]]
         values[f"{name}_rotary_scaling"] = ":".join([kind, *numbers]) if numbers else ""
     return values
 
@@ -315,7 +315,7 @@ def fields_of(trained: LoadedModel, architecture: str, dtype: str) -> dict[str, 
 def task_fields(
     kind: str, labels: Sequence[str], label_column: str, head_dropout_prob: float
 ) -> dict[str, Any]:
-    """Returns a config.json's keys for a task's head; a number is labelled `label_column`."""
+    """Returns the keys for a task's head; `label_column` labels the output of regress and rank."""
     fields: dict[str, Any] = {"classifier_dropout": head_dropout_prob}
     names = [label_column] if kind in ("regress", "rank") else labels
     if names:  # a span has none

@@ -10,9 +10,9 @@ from bert_jax.interop import finetuned, huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks.finetuned_model import FinetunedModel
 
-# The form of an export determines the class that reads it. The first four forms are for models that
-# are not fine-tuned. A fine-tuned model has the form `masked_lm` if it makes sparse vectors, only
-# `encoder` if it makes other vectors, else `task`, `adapter` and `encoder`.
+# The form of an export determines the class that reads it. A model that is not fine-tuned has
+# one of the first four. A fine-tuned model has the form `masked_lm` if it makes sparse vectors,
+# `encoder` if it makes other vectors, else one of `task`, `adapter` and `encoder`.
 Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -23,10 +23,10 @@ def export(
     """Writes a model to the folder `target`, which must not exist.
 
     Args:
-      target: appears when it is complete.
+      target: the folder, which appears when it is complete.
       form: the form; None: the default of a fine-tuned model; other models require one.
       dtype: the type of the weights; bfloat16 rounds them.
-      address: the name by which the model card loads the model; "": the name of the folder.
+      address: what the card's example loads, a path or a hub name; "": the folder's name.
 
     Returns:
       The name of the class that reads the folder.
@@ -37,7 +37,7 @@ def export(
     task_kind = model.task_model.kind
     supported = ("task", "adapter", "encoder")
     if task_kind.task.spec.makes_vectors:
-        # SparseEncoder of sentence-transformers reads the class of masked LM.
+        # Vectors that read the outputs of masked LM are sparse; SparseEncoder loads its class.
         supported = ("masked_lm",) if task_kind.reads == "masked_lm" else ("encoder",)
     chosen = form or supported[0]
     if chosen not in supported:

@@ -17,6 +17,7 @@ from bert_jax.config import Adapt
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
+from bert_jax.interop.vocabularies import write_json
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
 from bert_jax.tasks.finetuned_model import FinetunedModel, TaskModel
@@ -24,11 +25,11 @@ from bert_jax.tasks.task_objective import merged_params
 
 # Classes of transformers by `names.family` and by kind of task.
 ARCHITECTURES = {
-    family: {kind: group.classes + end for end, kinds in names.TASKS.items() for kind in kinds}
+    family: {kind: group.class_prefix + end for end, kinds in names.TASKS.items() for kind in kinds}
     for family, group in names.FAMILIES.items()
 }
-# PEFT's names of tasks. It has no name for a choice, and its class for questions drops
-# token_type_ids (0.21): such adapters name the class of their base instead.
+# PEFT's names of tasks. It has no name for `choice`, and the class of PEFT 0.21 for `span` drops
+# token_type_ids: adapters of these kinds name the class of their base instead.
 _TASK_TYPES = {
     "classify": "SEQ_CLS",
     "pair": "SEQ_CLS",
@@ -70,9 +71,9 @@ def export(
             params = merged_params(adapt, model.params, model.frozen)
             _write_model(model, loaded, params, architecture, dtype, folder)
         else:
-            fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
-            head = jax.tree.map(np.zeros_like, fresh["head"])
-            params = fresh | (model.frozen or {}) | {"head": head}
+            trained = {name: tree for name, tree in model.params.items() if name != "lora"}
+            head = jax.tree.map(np.zeros_like, trained["head"])
+            params = trained | (model.frozen or {}) | {"head": head}
             (folder / "base").mkdir()
             _write_model(model, loaded, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
@@ -91,14 +92,14 @@ def export(
 
 def architecture_of(model: TaskModel) -> str:
     """Returns the class of transformers for a fine-tuned run; raises InputError without one."""
-    task, features = model.experiment.task.kind, model.experiment.adapt.features
+    task, layers = model.experiment.task.kind, model.experiment.adapt.features
     kinds = ARCHITECTURES[names.family(model.model)]
     reasons = {
-        f"has BiLSTM layers on its encoder (adapt.features={features})": features,
+        f"has BiLSTM layers on its encoder (adapt.features={layers})": layers,
         f"has learned task.kind={task}": task not in kinds,
-        f"adapts a base of model.code={model.model.code}": model.model.code,
-        "adapts a base of model.direction=left_to_right, so its head reads the last [SEP] instead "
-        "of [CLS]": model.model.direction == "left_to_right",
+        f"adapts a base with custom code (model.code={model.model.code})": model.model.code,
+        "adapts a base with model.direction=left_to_right, so its head reads the last [SEP], not "
+        "[CLS]": model.model.direction == "left_to_right",
         "reads the mean of all tokens (adapt.pooling=mean), which only ModernBERT supports": (
             model.pooling == "mean" and model.model.kind != "modern"
         ),
@@ -131,9 +132,9 @@ def _write_model(
         fields["classifier_pooling"] = "mean"
     if names.family(model.model) == "distilbert":
         fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
-    vocabularies.write_json(folder / "config.json", fields)
-    position = model.tokenizer.pad_id + 1
-    tensors = weights.export_tensors(jax.device_get(params), model.model, architecture, position)
+    write_json(folder / "config.json", fields)
+    first_row = model.tokenizer.pad_id + 1
+    tensors = weights.export_tensors(jax.device_get(params), model.model, architecture, first_row)
     write_tensors(folder / "model.safetensors", tensors, dtype)
 
 
@@ -141,7 +142,7 @@ def _write_model(
 
 
 def saved_modules(architecture: str, family: str, trained: Collection[str]) -> list[str]:
-    """Returns the modules that an adapter saves: the head, and the part below it if `trained`."""
+    """Returns the modules that an adapter saves: the head, and the part below if in `trained`."""
     parts, head = names.HEADS[architecture]
     if "." in head:  # RoBERTa's head, of which the pooler is a part
         return [head.partition(".")[0]]
@@ -186,7 +187,7 @@ def _write_adapter(
         for name, value in all_tensors.items()
         if any(f".{module}." in f".{name}" for module in saved)
     }
-    vocabularies.write_json(
+    write_json(
         folder / "adapter_config.json",
         {
             "peft_type": "LORA",

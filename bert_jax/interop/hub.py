@@ -63,7 +63,7 @@ def find_model(path: str) -> HubModel | None:
 # --- download -------------------------------------------------------------------------------------
 
 
-def locate_base(path: str) -> str:
+def fetch_base(path: str) -> str:
     """Makes a base from a model of the hub, and returns its path; returns other paths unchanged.
 
     The base is made once for each commit of a model.
@@ -82,19 +82,19 @@ def locate_base(path: str) -> str:
 
 def _make_base(model: HubModel) -> str:
     """Makes the base of a model unless it exists; returns its path."""
-    files = download(model)
-    folder = cache_folder() / "bases" / f"{model.name.replace('/', '--')}@{files.name}"
+    snapshot = download(model)
+    folder = cache_folder() / "bases" / f"{model.name.replace('/', '--')}@{snapshot.name}"
     with translate_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{folder}.lock"):
             if not is_complete(folder):
                 from bert_jax.interop import importing
 
-                importing.import_weights(files, folder, None, print)
+                importing.import_weights(snapshot, folder, None, print)
     return os.fspath(folder)
 
 
-def locate_files(path: str) -> epath.Path:
+def fetch_files(path: str) -> epath.Path:
     """Downloads the files of a model, and returns their folder; returns other paths unchanged."""
     model = find_model(path)
     return epath.Path(path) if model is None else download(model)
@@ -133,8 +133,8 @@ def _download(model: HubModel, patterns: Sequence[str]) -> epath.Path:
 def _require_hashes(model: HubModel, folder: epath.Path) -> None:
     """Compares each file with the hash that the server stated; deletes a file that differs.
 
-    The library's cache names the content of a file by this hash, and the file is a link to it. The
-    hash is the SHA-256 of a file of Git LFS, and the hash of Git (SHA-1) of another file.
+    The library's cache names the content of a file by this hash, and the file is a link to it. It
+    is the SHA-256 if the file is in Git LFS, and otherwise Git's hash of a blob (SHA-1).
     """
     for link in itertools.chain.from_iterable(map(folder.glob, _FILES)):
         stated = os.path.basename(os.readlink(link)) if os.path.islink(link) else ""
@@ -156,7 +156,7 @@ def _require_hashes(model: HubModel, folder: epath.Path) -> None:
 # --- upload ---------------------------------------------------------------------------------------
 
 
-def require_push_access(name: str) -> None:
+def require_login(name: str) -> None:
     """Raises InputError unless a name is OWNER/NAME and the user is logged in."""
     match = _NAME.fullmatch(name)
     if match is None or match[1] or match[3]:
@@ -196,7 +196,7 @@ def _translate_errors(model: HubModel) -> Iterator[None]:
         from huggingface_hub import constants, errors
     except ImportError:
         raise InputError(
-            f"{model.name}: no such folder; to download it from the Hugging Face Hub, install "
+            f"{model.name}: no folder of this name; to reach the Hugging Face Hub, install "
             "huggingface_hub: pip install 'bert-jax[hub]'"
         ) from None
     login = "log in with `hf auth login`, or set HF_TOKEN"

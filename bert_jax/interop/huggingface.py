@@ -15,7 +15,7 @@ from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies, weights
 from bert_jax.interop.names import Naming, Report
 from bert_jax.interop.settings import Settings
-from bert_jax.interop.vocabularies import read_object
+from bert_jax.interop.vocabularies import read_object, write_json
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
 
@@ -67,15 +67,15 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
         report(f"special tokens that are read as plain text: {shown}")
     file = _weights_file(folder)
     tensors = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
-    tensors = _remove_copies(tensors, naming, str(file))
+    tensors = _canonicalize(tensors, naming, str(file))
     head, fresh = None, ()
     if (architecture := configs.task_class(folder / "config.json")) is not None:
         head = configs.head_of(folder / "config.json", architecture, tensors, model.hidden_size)
         tensors = weights.without_head(tensors, model, architecture)
         parts, name = names.HEADS[architecture]
-        use = "is not imported" if head is None else "is kept for a task of its kind and labels"
+        use = "is not imported" if head is None else "is kept for tasks of the same kind and labels"
         report(f"{architecture}: its head ({name}) {use}")
-        if "masked_lm" in parts:  # whose output bias such files lack
+        if "masked_lm" in parts:  # files of this class lack the output bias
             fresh = ("masked_lm/output_bias",)
             report(f"not in {file.name}, freshly initialised: {fresh[0]}")
     source = f"Hugging Face folder {folder.name}"
@@ -105,7 +105,7 @@ def _weights_file(folder: epath.Path) -> epath.Path:
     raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
-def _remove_copies(
+def _canonicalize(
     stored: dict[str, np.ndarray], naming: Naming, file: str
 ) -> dict[str, np.ndarray]:
     """Returns tensors by canonical names, without buffers and copies of tied weights."""
@@ -118,13 +118,14 @@ def _remove_copies(
         if name in tensors:
             pair = f"{stored_names[name]!r} and {stored_name!r}"
             raise InputError(f"{file}: tensors {pair} are the same tensor")
-        if value.dtype != np.float32:
+        if value.dtype != np.float32:  # `read_tensors` converts 16 bits
             raise InputError(f"{file}: tensor {stored_name!r}: use float32, float16 or bfloat16")
         tensors[name], stored_names[name] = value, stored_name
     for copy, original in naming.tied.items():
         if copy in tensors:
             value = tensors.pop(copy)
-            if not np.array_equal(tensors.setdefault(original, value), value):
+            tensors.setdefault(original, value)  # a file may have the copy alone
+            if not np.array_equal(tensors[original], value):
                 raise InputError(
                     f"{file}: tensor {copy!r} of {list(value.shape)} differs from {original!r} of "
                     f"{list(tensors[original].shape)}; only tied weights are supported"
@@ -205,14 +206,12 @@ def write_folder(
         name = address or target.name
         card_text = card.render(trained, architecture, dtype, name, finetuning=finetuning)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
-        vocabularies.write_json(
-            folder / "config.json", configs.fields_of(trained, architecture, dtype)
-        )
+        write_json(folder / "config.json", configs.fields_of(trained, architecture, dtype))
         makes_sparse = trained.vectors is not None and trained.vectors.form == "sparse"
         if form == ("masked_lm" if makes_sparse else "encoder"):
             sentence_transformers.write(trained, folder)
-        position = trained.tokenizer.pad_id + 1
-        tensors = weights.export_tensors(trained.params, cfg, architecture, position)
+        first_row = trained.tokenizer.pad_id + 1
+        tensors = weights.export_tensors(trained.params, cfg, architecture, first_row)
         write_tensors(folder / "model.safetensors", tensors, dtype)
     return architecture
 

@@ -64,8 +64,8 @@ def import_weights(
     cfg, more = base.model, "" if base.moments is None else f", moments of step {base.moments.step}"
     if vectors := base.vectors:
         length = ", scaled to length 1" * vectors.normalize
-        longest = vectors.max_length or cfg.max_position_embeddings
-        more += f"; vectors of texts: {vectors.pooling}{length}, at most {longest} tokens"
+        max_length = vectors.max_length or cfg.max_position_embeddings
+        more += f"; vectors of texts: {vectors.pooling}{length}, at most {max_length} tokens"
     report(
         printable(
             f"imported {source} to {target}: {pluralize(cfg.num_hidden_layers, 'layer')}, "
@@ -88,7 +88,7 @@ def _read(source: epath.Path, report: Report, content: Literal["params", "with_m
 
 
 def _read_run(run: Workdir, content: Literal["params", "with_moments"]) -> Base:
-    trained = LoadedModel.of(run, content)
+    trained = LoadedModel.of(run, content)  # a Base
     fresh, experiment = trained.fresh, trained.experiment
     # Neither a phase nor an earlier model trained this head.
     if "next_sentence" in trained.idle and experiment and not experiment.init_from:
@@ -129,9 +129,8 @@ def reduce_vocabulary(
             yield from map(tokenizer.encode_after_space, sentence_splitter.split(document, "en"))
 
     old = base.tokenizer
-    tokenizer, origins = vocabulary_edits.trim(
-        old, vocabulary_edits.count_tokens(old, encode(old)), limit, "--keep", required
-    )
+    counts = vocabulary_edits.count_tokens(old, encode(old))
+    tokenizer, origins = vocabulary_edits.trim(old, counts, limit, flag="--keep", required=required)
     changed, count = vocabulary_edits.count_changes(origins, encode(old), encode(tokenizer))
     report(
         f"keeps {tokenizer.size} of {old.size} tokens; {changed} of {count} sentences and "
@@ -148,8 +147,9 @@ def replace_rows(base: Base, tokenizer: Tokenizer, origins: Sequence[tuple[int, 
     is the mean of all. The moments of a token are zero unless it has exactly one origin.
     """
     cfg = dataclasses.replace(base.model, vocab_size=tokenizer.size)
-    copied_ids = np.array([ids[0] if len(ids) == 1 else -1 for ids in origins])
-    averaged_ids = [number for number, ids in enumerate(origins) if len(ids) != 1]
+    # By new id, the old id whose row is copied, or -1; the new ids whose rows are means.
+    copied_from = np.array([ids[0] if len(ids) == 1 else -1 for ids in origins])
+    averaged = [new_id for new_id, ids in enumerate(origins) if len(ids) != 1]
 
     def resize(tree: dict[str, Any], fill: Literal["mean", "zero"]) -> dict[str, Any]:
         tree = jax.tree.map(np.asarray, tree)  # a copy
@@ -159,12 +159,12 @@ def replace_rows(base: Base, tokenizer: Tokenizer, origins: Sequence[tuple[int, 
         for node, name in tables:
             table = node[name][: base.model.vocab_size]
             new = np.zeros((padded_vocab_size(cfg), *table.shape[1:]), np.float32)
-            new[: tokenizer.size][copied_ids >= 0] = table[copied_ids[copied_ids >= 0]]
-            if fill == "mean" and averaged_ids:
+            new[: tokenizer.size][copied_from >= 0] = table[copied_from[copied_from >= 0]]
+            if fill == "mean" and averaged:
                 mean = table.mean(0, dtype=np.float64)
-                for number in averaged_ids:
-                    old = table[list(origins[number])]
-                    new[number] = old.mean(0, dtype=np.float64) if len(old) else mean
+                for new_id in averaged:
+                    old = table[list(origins[new_id])]
+                    new[new_id] = old.mean(0, dtype=np.float64) if len(old) else mean
             node[name] = new
         return tree
 

@@ -29,7 +29,7 @@ class Family(NamedTuple):
     """A family of models in transformers, with its own names and classes for tasks."""
 
     label: str  # for messages
-    classes: str  # prefix of the names of its classes
+    class_prefix: str  # with which the names of its classes begin
     part_below_head: Part  # the pre-trained part between the encoder and a head that reads [CLS]
     module: str  # the name of this part in a class for tasks
 
@@ -40,7 +40,7 @@ FAMILIES = {  # by `family`
     "distilbert": Family("DistilBERT", "DistilBert", "pooler", "pre_classifier"),
     "modern": Family("ModernBERT", "ModernBert", "masked_lm", "head"),
 }
-# Suffixes of classes for tasks (with a task's head), and the `task.kind`s with the same outputs.
+# Suffixes of classes for tasks (with a task's head), and the `task.kind`s that each serves.
 TASKS = {
     "ForSequenceClassification": ("classify", "pair", "regress", "rank"),
     "ForMultipleChoice": ("choice",),
@@ -55,17 +55,17 @@ def _head(group: Family, suffix: str) -> tuple[tuple[Part, ...], str]:
     name = "classifier"
     if group.part_below_head == "pooler" and suffix == "ForQuestionAnswering":
         name = "qa_outputs"
-    elif group.classes == "Roberta" and suffix == "ForSequenceClassification":
+    elif group.class_prefix == "Roberta" and suffix == "ForSequenceClassification":
         name = ROBERTA_HEAD
     if reads_cls or group.part_below_head == "masked_lm":  # all heads of ModernBERT read it
         return ("encoder", group.part_below_head), name
     return ("encoder",), name
 
 
-# RoBERTa's head, and its pooler's prefixes in RobertaModel and in classes for tasks.
-ROBERTA_HEAD, ROBERTA_POOLER = "classifier.out_proj", ("roberta.pooler.", "classifier.")
+ROBERTA_HEAD = "classifier.out_proj"
+ROBERTA_POOLER_PREFIXES = ("roberta.pooler.", "classifier.")  # in RobertaModel, with a head
 # The parts below the head, and the name of the head, for each class for tasks.
-HEADS = {group.classes + end: _head(group, end) for group in FAMILIES.values() for end in TASKS}
+HEADS = {f.class_prefix + end: _head(f, end) for f in FAMILIES.values() for end in TASKS}
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
@@ -125,13 +125,13 @@ _DECODER_LAYER = {
 class Tensor:
     """One tensor of a file of weights, or a part of it that is one leaf of the parameter tree."""
 
-    name: str  # in the file, with the prefix that the encoder has below a head
+    name: str  # in files of classes with heads, where the encoder's tensors have a prefix
     shape: tuple[int, ...]  # in the file
     path: tuple[str, ...]  # of the leaf in the parameter tree
     part: Part
     layer: int | None = None  # index along the leaf's first dimension; None: not stacked
-    is_kernel: bool = False  # whether the leaf is transposed
-    is_vocabulary: bool = False  # whether the leaf has padding rows
+    is_transposed: bool = False  # whether the leaf is the transposed tensor
+    is_vocabulary: bool = False  # whether each row is a token; the leaf also has padding rows
     # (i, n): the leaf is the i-th of n equal parts along the tensor's first dimension.
     share: tuple[int, int] = (0, 1)
 
@@ -143,8 +143,8 @@ class Naming:
     tensors: Callable[[Model], Iterator[Tensor]]  # all tensors of a model, the embeddings first
     word_embeddings: str  # name of the word embeddings
     output_bias: str  # name of the output bias, the other tensor with a row for each token
-    config: str = "config.json"  # the file with the sizes
-    model: str = "BERT's pre-training model"  # description of the model
+    config_file: str = "config.json"  # the file with the sizes
+    model_label: str = "BERT's pre-training model"  # for messages
     prefix: str = ""  # prefix of the encoder's tensors, which files without heads omit
     encoder_prefixes: tuple[str, ...] = ()  # how the encoder's names begin without `prefix`
     # Names of tied copies that a file may hold, and of the original tensors.
@@ -223,7 +223,7 @@ def _dense(
     layer: int | None = None,
 ) -> Iterator[Tensor]:
     yield Tensor(
-        f"{name}.weight", (outputs, inputs), (*path, "kernel"), part, layer, is_kernel=True
+        f"{name}.weight", (outputs, inputs), (*path, "kernel"), part, layer, is_transposed=True
     )
     yield Tensor(f"{name}.bias", (outputs,), (*path, "bias"), part, layer)
 
@@ -265,12 +265,12 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
                     (*path, module, "kernel"),
                     "encoder",
                     layer,
-                    is_kernel=True,
+                    is_transposed=True,
                     share=(number, len(modules)),
                 )
     yield norm("model.final_norm", ("encoder", "final_layer_norm"))
     transform = ("masked_lm", "transform", "kernel")
-    yield Tensor(f"{head}.dense.weight", (width, width), transform, "masked_lm", is_kernel=True)
+    yield Tensor(f"{head}.dense.weight", (width, width), transform, "masked_lm", is_transposed=True)
     yield norm(f"{head}.norm", ("masked_lm", "layer_norm"), None, "masked_lm")
     bias = ("masked_lm", "output_bias")
     yield Tensor(MODERN_OUTPUT_BIAS, (cfg.vocab_size,), bias, "masked_lm", is_vocabulary=True)
@@ -281,13 +281,12 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
 
 _NO_NEXT_SENTENCE: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
 
-# By `family`.
 HUGGING_FACE = {
     "roberta": Naming(
         lambda cfg: _rename(cfg, _ROBERTA, _LAYER, _NO_NEXT_SENTENCE),
         "roberta.embeddings.word_embeddings.weight",
         "lm_head.bias",
-        model="RoBERTa's masked LM",
+        model_label="RoBERTa's masked LM",
         prefix="roberta.",
         encoder_prefixes=("embeddings.", "encoder.", "pooler."),
         tied={
@@ -300,7 +299,7 @@ HUGGING_FACE = {
         lambda cfg: _rename(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_NEXT_SENTENCE),
         "distilbert.embeddings.word_embeddings.weight",
         "vocab_projector.bias",
-        model="DistilBERT's masked LM",
+        model_label="DistilBERT's masked LM",
         prefix="distilbert.",
         encoder_prefixes=("embeddings.", "transformer."),
         tied={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
@@ -323,7 +322,7 @@ HUGGING_FACE = {
         modern_tensors,
         MODERN_WORD_EMBEDDINGS,
         MODERN_OUTPUT_BIAS,
-        model="ModernBERT's masked LM",
+        model_label="ModernBERT's masked LM",
         prefix="model.",
         encoder_prefixes=("embeddings.", "layers.", "final_norm."),
         tied={_MODERN_OUTPUT: MODERN_WORD_EMBEDDINGS},

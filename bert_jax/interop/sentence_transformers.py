@@ -35,15 +35,15 @@ def read(
     folder: epath.Path, model: Model, tokenizer: Tokenizer, settings: Settings
 ) -> TextVectors | None:
     """Reads how vectors of texts are computed; None if the folder has no such settings."""
-    listed, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
-    longest = settings.max_length(model.max_position_embeddings)
-    if not listed.exists():
-        return TextVectors(max_length=longest) if longest else None
-    with translate_parser_errors(listed, _REMEDY):
-        entries = json.loads(listed.read_text())
+    modules_path, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
+    max_length = settings.max_length(model.max_position_embeddings)
+    if not modules_path.exists():
+        return TextVectors(max_length=max_length) if max_length else None
+    with translate_parser_errors(modules_path, _REMEDY):
+        entries = json.loads(modules_path.read_text())
         modules = [(entry["type"].split(".")[-1], entry["path"]) for entry in entries]
     if modules not in (_MODULES, _MODULES[:2]):
-        raise InputError(f"{listed}: {modules}: only {_MODULES} are supported; {_REMEDY}")
+        raise InputError(f"{modules_path}: {modules}: only {_MODULES} are supported; {_REMEDY}")
     fields = read_object(pooling)
     mode = _pooling_mode(pooling, fields)
     transformer = _read_optional(folder / "sentence_bert_config.json")
@@ -55,7 +55,7 @@ def read(
     }
     for name, value in unsupported.items():
         if value:
-            raise InputError(f"{listed}: with {name}={value!r}: not supported; {_REMEDY}")
+            raise InputError(f"{modules_path}: with {name}={value!r}: not supported; {_REMEDY}")
     prompts = prompt_settings.get("prompts") or {}
     with translate_parser_errors(path, _REMEDY):  # join raises if a prompt is not a string
         prefixes = {
@@ -64,7 +64,7 @@ def read(
         }
     if any(prefixes.values()):
         require(pooling, "include_prompt", fields.get("include_prompt", True), [True])
-    return TextVectors(mode, len(modules) == len(_MODULES), longest, **prefixes)
+    return TextVectors(mode, len(modules) == len(_MODULES), max_length, **prefixes)
 
 
 def _pooling_mode(path: epath.Path, fields: dict[str, Any]) -> Any:
@@ -97,8 +97,8 @@ def write(trained: LoadedModel, folder: epath.Path) -> None:
         for i, (name, path) in enumerate(modules)
     ]
     write_json(folder / "modules.json", listed)
-    longest = vectors.max_length or model.max_position_embeddings
-    transformer = {"max_seq_length": longest, "do_lower_case": False}
+    max_length = vectors.max_length or model.max_position_embeddings
+    transformer = {"max_seq_length": max_length, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", transformer)
     prompts = _prompts(vectors)
     if any(prompts.values()):
@@ -118,8 +118,8 @@ def _prompts(vectors: TextVectors) -> dict[str, str]:
 
 
 def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.Path) -> None:
-    """Writes the modules of a SparseEncoder or a MultiVectorEncoder."""
-    package, kernel = "sentence_transformers.base.modules", np.empty((0, 0))
+    """Writes the modules of a SparseEncoder or a MultiVectorEncoder, but not of dense vectors."""
+    package, dense_tensors = "sentence_transformers.base.modules", dict[str, np.ndarray]()
     transformer: dict[str, Any] = {"max_seq_length": vectors.max_length, "do_lower_case": False}
     if vectors.form == "sparse":
         transformer["transformer_task"] = "fill-mask"
@@ -133,6 +133,7 @@ def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.P
             expansion = {"strategy": "fixed", "attend": True, "length": vectors.query_length}
             transformer["query_expansion"] = expansion
         kernel = np.asarray(trained.params["projection"]["kernel"]).T
+        dense_tensors["linear.weight"] = kernel
         token_input = {"module_input_name": "token_embeddings"}
         dense: dict[str, Any] = {"in_features": kernel.shape[1], "bias": False}
         dense["out_features"] = kernel.shape[0]
@@ -162,6 +163,6 @@ def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.P
     for _, path, fields in modules:
         (folder / path).mkdir()
         write_json(folder / path / "config.json", fields)
-    if vectors.form == "multi_vector":
-        tensors, path = {"linear.weight": kernel}, folder / "1_Dense" / "model.safetensors"
-        base_lib.write_tensors(path, tensors, {"format": "pt"})
+    if dense_tensors:
+        tensors_path = folder / "1_Dense" / "model.safetensors"
+        base_lib.write_tensors(tensors_path, dense_tensors, {"format": "pt"})

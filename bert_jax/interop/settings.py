@@ -20,7 +20,7 @@ from bert_jax.text import library
 class SettingRule(NamedTuple):
     """The effect of one key of a settings file, and the reason."""
 
-    effect: str  # "honoured", "none" (ignored), or "refused" (unless the value is allowed)
+    effect: str  # "honoured" (applied or compared), "none", or "refused" (unless allowed)
     why: str
     allowed: tuple[Any, ...] = ()  # for "refused": the values that are accepted
 
@@ -29,7 +29,7 @@ _honoured = functools.partial(SettingRule, "honoured")
 _ignored = functools.partial(SettingRule, "none")
 _refused = functools.partial(SettingRule, "refused")
 
-# File names.
+# File names; `library.FILE` is tokenizer.json.
 _TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP = library.SPECIALS_FILES
 _ADDED_TOKENS, _TRANSFORMER_CONFIG = "added_tokens.json", "sentence_bert_config.json"
 _EMPTY_VALUES = (None, (), [], {}, "", False)
@@ -39,7 +39,7 @@ _DECODING_ONLY = _ignored("affects decoding only")
 _CHAT_ONLY = _ignored("affects chats only")
 _PADDING = _ignored("padding does not change ids or vectors here")
 _BY_POST_PROCESSOR = _ignored("post_processor adds the special tokens")
-_PATHS = _ignored("former paths; the files in the folder are read")
+_PATHS = _ignored("paths where it was saved; the files in the folder are read")
 _REMOTE_CODE = _refused("would run code from the folder", (None,))
 _SPECIAL_TOKEN_RULES = {
     f"{role}_token": _honoured("a special token's name; must be in the vocabulary")
@@ -66,7 +66,7 @@ RULES: dict[str, dict[str, SettingRule]] = {
         "truncation_side": _refused("texts are truncated at the end", (None, "right")),
         **dict.fromkeys(("do_lower_case", "strip_accents", "tokenize_chinese_chars"), _CLEANING),
         **dict.fromkeys(("clean_text", "do_basic_tokenize"), _ALWAYS_TRUE),
-        "never_split": _refused("transformers 4 does not split these words", _EMPTY_VALUES),
+        "never_split": _refused("transformers 4 keeps these words whole", _EMPTY_VALUES),
         "word_tokenizer_type": _refused("another program splits words", (None, "basic")),
         "subword_tokenizer_type": _refused("another algorithm", (None, "wordpiece")),
         "add_prefix_space": _honoured("tokenizer.json must agree"),
@@ -144,7 +144,6 @@ _WORDPIECE_DEFAULTS = {"type": "WordPiece", "unk_token": "[UNK]"}
 _WORDPIECE_DEFAULTS |= {"continuing_subword_prefix": "##"}
 _NORMALIZER_DEFAULTS = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
 _NORMALIZER_DEFAULTS |= {"lowercase": True}
-# What an error message advises.
 _SAVE_AGAIN = f"save the tokenizer again; {library.CONVERT_ADVICE}"
 
 
@@ -214,7 +213,7 @@ class Settings:
         content = (self._folder / library.FILE).read_bytes()
         library_tokenizer = tokenizers.Tokenizer.from_buffer(content)
         cls_id, sep_id = (library_tokenizer.token_to_id(self.special_tokens[key]) for key in keys)
-        # The ids of [CLS], between two texts and of [SEP], and the segment of the second text.
+        # (id of [CLS], ids between two texts, id of [SEP], segment of the second text)
         if self.tokenizer_class in _WORDPIECE_CLASSES:
             expected = (cls_id, (sep_id,), sep_id, 1)
         else:
@@ -292,8 +291,8 @@ class Settings:
                 continue
             if json_token is None or _attributes(json_token) != _attributes(token):
                 self._refuse(file, repr(text), f"{library.FILE} differs; {_SAVE_AGAIN}")
-        has_decoder = "added_tokens_decoder" in self.tokenizer_config
-        if has_decoder and self.tokenizer_class not in GENERIC_CLASSES:
+        lists_tokens = "added_tokens_decoder" in self.tokenizer_config
+        if lists_tokens and self.tokenizer_class not in GENERIC_CLASSES:
             for text, token in in_json.items():
                 if text not in listed and not token["special"]:
                     reason = f"{text!r} is missing; {_SAVE_AGAIN}"
@@ -301,15 +300,15 @@ class Settings:
 
     def _iterate_added_tokens(self) -> Iterable[tuple[str, dict[str, Any]]]:
         """Yields (file, token) for each added token listed outside tokenizer.json."""
-        decoder = self.tokenizer_config.get("added_tokens_decoder")
+        by_id = self.tokenizer_config.get("added_tokens_decoder")
         with translate_parser_errors(self._folder / _TOKENIZER_CONFIG):
-            yield from ((_TOKENIZER_CONFIG, dict(token)) for token in (decoder or {}).values())
-        for file in [_TOKENIZER_CONFIG] + [_SPECIAL_TOKENS_MAP] * (decoder is None):
+            yield from ((_TOKENIZER_CONFIG, dict(token)) for token in (by_id or {}).values())
+        for file in [_TOKENIZER_CONFIG] + [_SPECIAL_TOKENS_MAP] * (by_id is None):
             for key in _EXTRA_TOKEN_RULES:
                 tokens = self._files[file].get(key) or ()
                 for token in tokens.values() if isinstance(tokens, dict) else tokens:
                     yield file, {"content": _token_text(token), "special": True}
-        if decoder is None:
+        if by_id is None:
             special = {*self.special_tokens.values()}
             for text in self._files[_ADDED_TOKENS]:
                 token = {"content": text, "normalized": True}
@@ -341,7 +340,7 @@ class Settings:
         config, unk = self.tokenizer_config, self.special_tokens["unk_token"]
         if self.tokenizer_class in _WORDPIECE_CLASSES:
             lowercase = config.get("do_lower_case", True)
-            if "do_lower_case" in config:  # interop.vocabularies checks this value
+            if "do_lower_case" in config:  # compared in interop.vocabularies, not here
                 lowercase = (actual.get("normalizer") or {}).get("lowercase", True)
             normalizer = {
                 "type": "BertNormalizer",
@@ -418,7 +417,7 @@ def _comparable(name: str, part: Any, actual: dict[str, Any]) -> Any:
 
 
 def _only_trims_blanks(step: dict[str, Any]) -> bool:
-    """Tells whether a normalizer strips a text or replaces several blanks by one."""
+    """Tells whether a normalizer strips a text or replaces several spaces by one."""
     if step["type"] == "Replace":
         is_several = step.get("pattern") == {"Regex": " {2,}"}
         return is_several and step.get("content") in (" ", library.BLANK)

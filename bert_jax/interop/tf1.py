@@ -25,6 +25,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.interop import configs, names, vocabularies, weights
 from bert_jax.interop.names import Naming, Report, Tensor
+from bert_jax.interop.vocabularies import read_object, require
 from bert_jax.storage.workdir import translate_os_errors
 
 _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
@@ -79,8 +80,8 @@ def read_config(path: epath.Path, report: Report) -> Model:
     `gelu` means erf in the code of the released models, and tanh since February 2019; the key
     `gelu_form` says which. Without the key it means erf, as in transformers.
     """
-    fields = {"type_vocab_size": _DEFAULT_SEGMENTS} | vocabularies.read_object(path)
-    form = vocabularies.require(path, _GELU_FORM, fields.get(_GELU_FORM), [None, *_FORMS])
+    fields = {"type_vocab_size": _DEFAULT_SEGMENTS} | read_object(path)
+    form = require(path, _GELU_FORM, fields.get(_GELU_FORM), [None, *_FORMS])
     if form is None and fields.get("hidden_act", "gelu") == "gelu":
         report(
             f"{path.name}: gelu means erf, as in the released models; if these weights were "
@@ -95,8 +96,8 @@ def read_config(path: epath.Path, report: Report) -> Model:
 
 def _tensors(cfg: Model) -> Iterator[Tensor]:
     for tensor in names.bert_tensors(cfg):
-        if tensor.is_kernel and not tensor.name.startswith(_NSP):
-            tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_kernel=False)
+        if tensor.is_transposed and not tensor.name.startswith(_NSP):
+            tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_transposed=False)
         yield dataclasses.replace(tensor, name=_tf1_name(tensor.name))
 
 
@@ -150,7 +151,7 @@ def read_variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[st
     values = {}
     with translate_parser_errors(prefix, "restore its complete files"):
         for key, value in sorted(entries.items()):
-            # Keys of slices of other variables begin with a zero byte.
+            # The slices of partitioned variables have entries whose keys begin with a zero byte.
             if key[0] and wanted(name := key.decode()):
                 entry = dict(_fields(value))
                 if _SLICES in entry:
@@ -187,9 +188,9 @@ def _block(content: bytes, handle: bytes, offset: int) -> Iterator[tuple[bytes, 
     block = content[start : start + size]
     kind, checksum = content[start + size], content[start + size + 1 :][:4]
     if _mask_crc(google_crc32c.value(block + bytes([kind]))) != int.from_bytes(checksum, "little"):
-        raise ValueError("the checksum of its index is wrong")
+        raise ValueError("the checksum of the index is wrong")
     if kind:
-        raise ValueError("its index is compressed, which is not supported")
+        raise ValueError("the index is compressed, which is not supported")
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # where restart points begin
     offset, key = 0, b""
     while offset < end:

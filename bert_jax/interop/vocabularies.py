@@ -13,7 +13,7 @@ from bert_jax.interop.settings import GENERIC_CLASSES, Settings
 from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
 
-# Options of transformers' tokenizers that WordPiece here always has.
+# Options of transformers' tokenizers that are always on in `WordPiece`.
 _ALWAYS_TRUE = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
 _OTHER_FILES = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
 _VOCAB_FILES = ("vocab.txt", "tokenizer.json")
@@ -24,7 +24,7 @@ _PRE_TOKENIZER, _NORMALIZER = "BertPreTokenizer", "BertNormalizer"
 
 
 def read_object(path: epath.Path) -> dict[str, Any]:
-    """Reads a JSON object of another library, which has no format version."""
+    """Reads a JSON object that another library wrote, without the format version of ours."""
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
@@ -60,16 +60,16 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     for name in _OTHER_FILES:
         if (folder / name).exists() and not any((folder / file).exists() for file in _VOCAB_FILES):
             raise InputError(f"{folder / name}: not supported; {library.CONVERT_ADVICE}")
-    json_path, parts = folder / library.FILE, settings.tokenizer_json
+    json_path, content = folder / library.FILE, settings.tokenizer_json
     config_path = folder / "tokenizer_config.json"
     is_generic = settings.tokenizer_class in GENERIC_CLASSES
     with translate_parser_errors(json_path):
-        kind = parts.get("model", {}).get("type", "WordPiece")
-        vocab = _list_tokens(parts, is_generic)
+        kind = content.get("model", {}).get("type", "WordPiece")
+        vocab = _list_tokens(content, is_generic)
     if kind != "WordPiece":
         return library.read(json_path, settings.special_tokens)
-    case = _case(folder, parts, settings.tokenizer_config)
-    if parts and vocab is None:
+    case = _case(folder, content, settings.tokenizer_config)
+    if content and vocab is None:
         return library.read(json_path, settings.special_tokens)
     for name in _ALWAYS_TRUE:
         require(config_path, name, settings.tokenizer_config.get(name, True), [True])
@@ -84,9 +84,9 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     if vocab is None:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; copy the vocabulary")
     tokenizer = tokenizer_lib.WordPiece(vocab, case)
-    if parts and (is_generic or parts.get("post_processor")):
+    if content and (is_generic or content.get("post_processor")):
         template = library.read_template(
-            library.open_tokenizer(json_path.read_bytes(), parts, str(json_path)), str(json_path)
+            library.open_tokenizer(json_path.read_bytes(), content, str(json_path)), str(json_path)
         )
         ids = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
         if template != ids:
@@ -112,13 +112,13 @@ def read_plain(folder: epath.Path, report: Report) -> tokenizer_lib.WordPiece:
     return tokenizer_lib.WordPiece(vocab, case)
 
 
-def _list_tokens(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
+def _list_tokens(content: dict[str, Any], is_generic: bool) -> list[str] | None:
     """Returns the tokens of a tokenizer.json by id; None unless `WordPiece` tokenizes the same."""
-    model, ids = parts.get("model", {}), parts.get("model", {}).get("vocab", {})
-    pre_tokenizer = parts.get("pre_tokenizer") or {"type": None if is_generic else _PRE_TOKENIZER}
-    normalizer = parts.get("normalizer") or {"type": None if is_generic else _NORMALIZER}
+    model, ids = content.get("model", {}), content.get("model", {}).get("vocab", {})
+    pre_tokenizer = content.get("pre_tokenizer") or {"type": None if is_generic else _PRE_TOKENIZER}
+    normalizer = content.get("normalizer") or {"type": None if is_generic else _NORMALIZER}
     uncased = normalizer.get("lowercase", True)
-    added = parts.get("added_tokens") or ()
+    added = content.get("added_tokens") or ()
     is_same = (
         (model.get("type"), pre_tokenizer["type"]) == ("WordPiece", _PRE_TOKENIZER)
         and normalizer["type"] == _NORMALIZER
@@ -137,9 +137,11 @@ def _list_tokens(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
     return sorted(ids, key=ids.__getitem__) if is_same else None
 
 
-def _case(folder: epath.Path, parts: dict[str, Any], config: dict[str, Any]) -> tokenizer_lib.Case:
+def _case(
+    folder: epath.Path, content: dict[str, Any], config: dict[str, Any]
+) -> tokenizer_lib.Case:
     """Returns the case of a tokenizer. The files that state it must agree."""
-    normalizer = parts.get("normalizer") or {}
+    normalizer = content.get("normalizer") or {}
     lowers = {
         "tokenizer.json: normalizer.lowercase": normalizer.get("lowercase"),
         "tokenizer_config.json: do_lower_case": config.get("do_lower_case"),
@@ -151,7 +153,7 @@ def _case(folder: epath.Path, parts: dict[str, Any], config: dict[str, Any]) -> 
         shown = ", ".join(f"{key} {value!r}" for key, value in lowers.items())
         raise InputError(f"{folder}: {shown}: must be the same, true or false")
     strips, path = config.get("strip_accents"), folder / "tokenizer_config.json"
-    # `LibraryTokenizer` applies a value that tokenizer.json has, too.
+    # A value that tokenizer.json has, too, is accepted: `LibraryTokenizer` applies it.
     if strips is not None and strips not in (uncased, normalizer.get("strip_accents")):
         raise InputError(
             f"{path}: strip_accents={strips} with lower-casing {uncased}: bert-jax strips the "
@@ -174,13 +176,13 @@ def write(
         special_names, case = vocabulary.SPECIAL_NAMES, {"do_lower_case": tok.case == "uncased"}
     else:
         raise InputError(
-            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; train one of "
-            "wordpiece, byte_bpe or unigram (a corpus prepared now), or use `bert-jax embed` and "
+            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; prepare "
+            "the corpus again with wordpiece, byte_bpe or unigram, or use `bert-jax embed` and "
             "`bert_jax.load`"
         )
     config = {
-        # This class uses tokenizer.json. BertTokenizer would build its own from vocab.txt, for
-        # which words of over 100 characters are unknown.
+        # This class uses tokenizer.json. BertTokenizer would build a tokenizer from vocab.txt that
+        # maps words of over 100 characters to [UNK].
         "tokenizer_class": "PreTrainedTokenizerFast",
         **case,
         "model_max_length": max_length,

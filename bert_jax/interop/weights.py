@@ -35,23 +35,22 @@ def import_tensors(
 
     Args:
       tensors: float32 by canonical names, without copies.
-      cfg: the shape, with a vocabulary without padding; later rows of tensors are left out.
-      file: the file, for errors.
+      cfg: the model, its vocabulary without padding; rows from `vocab_size` on are left out.
       naming: the names of the tensors; None: Hugging Face's.
     """
     naming = naming or names.HUGGING_FACE[names.family(cfg)]
     expected: dict[str, list[Tensor]] = {}
     for tensor in naming.tensors(cfg):
-        if tensor.part == "encoder":  # checked at once: a damaged file may state many layers
-            _require_shape(tensor, tensors, file, naming.config)
+        if tensor.part == "encoder":  # checked in the loop: a damaged file may state many layers
+            _require_shape(tensor, tensors, file, naming.config_file)
         expected.setdefault(tensor.name, []).append(tensor)
     for name in tensors:
         if name not in expected:
-            raise InputError(f"{file}: tensor {name!r} is none of {naming.model}")
+            raise InputError(f"{file}: tensor {name!r} is not part of {naming.model_label}")
     parts = {"encoder", *(expected[name][0].part for name in tensors)}
     present = [tensor for shares in expected.values() for tensor in shares if tensor.part in parts]
     for tensor in present:
-        _require_shape(tensor, tensors, file, naming.config)
+        _require_shape(tensor, tensors, file, naming.config_file)
     params: dict[str, Any] = {}
     for tensor in present:
         value = tensors[tensor.name]
@@ -64,8 +63,8 @@ def import_tensors(
             value = value[: cfg.vocab_size]
         number, count = tensor.share
         value = np.split(value, count)[number]
-        _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value
-    if cfg.kind == "modern":  # a model of one layer has no such norm
+        _leaf(params, tensor, cfg)[...] = value.T if tensor.is_transposed else value
+    if cfg.kind == "modern":  # layer 0 has no such norm, and may be the only one
         unused = {"scale": np.ones((cfg.num_hidden_layers, cfg.hidden_size), np.float32)}
         params["encoder"]["layers"].setdefault("attention_layer_norm", unused)
     missing = tuple(part for part in names.PARTS["BertForPreTraining"] if part not in parts)
@@ -94,7 +93,7 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
     for key in above:
         node = node.setdefault(key, {})
     shape = (tensor.shape[0] // tensor.share[1], *tensor.shape[1:])
-    shape = shape[::-1] if tensor.is_kernel else shape
+    shape = shape[::-1] if tensor.is_transposed else shape
     if tensor.is_vocabulary:
         shape = (padded_vocab_size(cfg), *shape[1:])
     if tensor.layer is not None:
@@ -133,10 +132,10 @@ def export_tensors(
             added = position - cfg.position_offset  # unused rows before the first position
             value = np.pad(value, ((max(added, 0), 0), (0, 0)))[max(-added, 0) :]
         name = tensor.name.removeprefix(prefix)
-        value = value.T if tensor.is_kernel else value
+        value = value.T if tensor.is_transposed else value
         tensors[name] = np.concatenate([tensors[name], value]) if tensor.share[0] else value
     if head == names.ROBERTA_HEAD:
-        tensors = {key.replace(*names.ROBERTA_POOLER): tensors[key] for key in tensors}
+        tensors = {key.replace(*names.ROBERTA_POOLER_PREFIXES): tensors[key] for key in tensors}
     if head:
         leaves = jax.device_get(params["head"])
         tensors |= {f"{head}.weight": leaves["kernel"].T, f"{head}.bias": leaves["bias"]}
@@ -153,7 +152,7 @@ def without_head(
     parts, name = names.HEADS[architecture]
     below = {key: tensors[key] for key in tensors if not key.startswith(f"{name}.")}
     if name == names.ROBERTA_HEAD:
-        task_prefix, prefix = reversed(names.ROBERTA_POOLER)
+        task_prefix, prefix = reversed(names.ROBERTA_POOLER_PREFIXES)
         below = {
             prefix + key.removeprefix(task_prefix) if key.startswith(task_prefix) else key: value
             for key, value in below.items()
@@ -172,12 +171,12 @@ def export_lora(lora: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
     outputs].
 
     Returns:
-      float32 [n rank, inputs] and [outputs, n rank] for a tensor of n concatenated kernels.
-      The latter is block-diagonal: each kernel has its own ranks.
+      lora_A, float32 [n * rank, inputs], and lora_B, [outputs, n * rank], for a tensor of n
+      concatenated kernels. lora_B is block-diagonal: each kernel has its own ranks.
     """
     tensors: dict[str, np.ndarray] = {}
     for tensor in names.HUGGING_FACE[names.family(cfg)].tensors(cfg):
-        if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in lora:
+        if tensor.layer is None or not tensor.is_transposed or tensor.path[-2] not in lora:
             continue
         matrices = lora[tensor.path[-2]]
         down, up = (np.asarray(matrices[name][tensor.layer]).T for name in ("down", "up"))
@@ -185,11 +184,11 @@ def export_lora(lora: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
         rows = np.zeros((count, *up.shape), np.float32)
         rows[number] = up
         module = tensor.name.removesuffix(".weight")
-        for name, value, axis in (
+        for matrix, value, axis in (
             ("lora_A", down, 0),
             ("lora_B", rows.reshape(tensor.shape[0], -1), 1),
         ):
-            name = f"{module}.{name}.weight"
+            name = f"{module}.{matrix}.weight"
             earlier = [tensors[name]] if name in tensors else []
             tensors[name] = np.concatenate([*earlier, value], axis)
     return tensors
@@ -208,7 +207,7 @@ def make_base(
 
     Args:
       tensors: float32 by the names of `naming`, without copies.
-      padded_model: the shape in the configuration, including padding.
+      padded_model: the model of the configuration, whose vocabulary includes padding.
       source: a description of where the tensors come from.
       report: prints the removed rows and the initialised parts.
     """
@@ -239,7 +238,7 @@ def _without_padding(
         if table in tensors and tensors[table].shape[:1] != (rows,):
             raise InputError(
                 f"{file}: tensor {table!r} has the shape {list(tensors[table].shape)}, "
-                f"{naming.config} says vocab_size={rows}"
+                f"{naming.config_file} says vocab_size={rows}"
             )
     if rows < size:
         raise InputError(

@@ -156,8 +156,8 @@ def test_offline_what_is_in_the_cache_is_used(hub, monkeypatch):
 
 @pytest.mark.long
 def test_commands_take_a_name_for_a_base_and_make_it_once(hub):
-    model = hub_lib.locate_base(NAME)
-    assert base_lib.is_base(epath.Path(model)) and hub_lib.locate_base("a/b/c") == "a/b/c"
+    model = hub_lib.fetch_base(NAME)
+    assert base_lib.is_base(epath.Path(model)) and hub_lib.fetch_base("a/b/c") == "a/b/c"
     hub.requests.clear()
     pathlib.Path("texts").write_text("w5 w6\n")
     said(f"embed --workdir {NAME} --out v.npz texts")

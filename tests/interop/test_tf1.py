@@ -66,7 +66,7 @@ def test_every_number_of_every_variable_has_its_place(folder):
         name = theirs[(*tensor.path, tensor.layer)]
         wanted = numbers(name)
         # Kernels lie as ours in TensorFlow, except the next sentence's.
-        turned = tensor.is_kernel and "seq_relationship" not in name
+        turned = tensor.is_transposed and "seq_relationship" not in name
         np.testing.assert_array_equal(values[tensor.name], wanted.T if turned else wanted, name)
 
 

@@ -240,7 +240,7 @@ class Benchmark:
     def _keep(self, key: str, member: SweepRun, scores: dict[str, Any]) -> None:
         """Stores a finished run."""
         lines = JsonLines(Workdir(self.root / "runs" / member.folder).timings).read()
-        seconds = times.account(lines)  # by activity; `away`: while the run was interrupted
+        seconds = times.seconds_by_part(lines)  # `away`: while the run was interrupted
         with self._lock:
             self._record["runs"][key] = {
                 "folder": member.folder,

@@ -1,4 +1,4 @@
-"""The number of steps of a table's runs: the given number, or as many as fit into CPU seconds."""
+"""The number of steps of a table's runs: the given number, or as many as CPU seconds allow."""
 
 import dataclasses
 import shutil
@@ -53,11 +53,11 @@ def time_phases(
 ) -> list[dict[str, float]]:
     """Trains for a few steps of each phase; returns the lines of timings.jsonl of the timed ones.
 
-    Before its timed steps, each phase takes as many steps that warm caches. Evaluations, saves and
+    Each phase takes as many untimed steps first, which warm caches. Evaluations, saves and
     compiling are not counted, since experiments may differ in how often they evaluate and save.
 
     Raises:
-      MeasurementEnded: the run was asked to stop.
+      MeasurementEnded: the run stopped or failed.
     """
     phases = tuple(dataclasses.replace(p, steps=2 * timed_steps) for p in experiment.phases)
     total = 2 * timed_steps * len(phases)

@@ -29,7 +29,7 @@ from bert_jax.tools.report import render
 # Since version 2, keys of values include a hash of the text and the weights that were read.
 FORMAT_VERSION = 2
 # Minimal pairs that are scored for each run, equally many of each paradigm.
-PAIRS = 5_000
+MINIMAL_PAIRS = 5_000
 _WHOLE_NUMBERS = ("cpu_seconds", "steps", "real_tokens")
 AGAIN = "* measured again: its text or its examples have changed since it was first measured"
 _OLDER = "it lacks hashes of the text; choose another --workdir, where everything is run again"
@@ -47,7 +47,7 @@ class Column:
 
     @classmethod
     def all_of(cls, name: str) -> "list[Column]":
-        """Reads a column, or those of a suite: suite:SUITE:FOLDER:TASK for each of its tasks."""
+        """Reads a column; for a suite, a column suite:SUITE:FOLDER:TASK for each of its tasks."""
         kind, _, address = name.partition(":")
         if kind != "suite":
             return [cls.of(name)]
@@ -59,36 +59,37 @@ class Column:
     @classmethod
     def of(cls, name: str) -> "Column":
         """Returns a column; reads its task and examples, so that errors are found before a run."""
-        kind, _, file = name.partition(":")
+        kind, _, rest = name.partition(":")
         if name in COLUMNS:
             return cls(name, COLUMNS[name])
         if REACH.fullmatch(name):
-            return cls(name, f"seconds of CPU to {file} nat below the unigram baseline")
+            return cls(name, f"seconds of CPU to {rest} nat below the unigram baseline")
         settings = []
-        while "=" in file.rpartition(" ")[2]:
-            file, _, setting = file.rpartition(" ")
+        while "=" in rest.rpartition(" ")[2]:
+            rest, _, setting = rest.rpartition(" ")
             settings.insert(0, setting)
         with prefix_errors(f"table.columns: {name}"):
-            task = _read_suite_task(file) if kind == "suite" else config.load(file, Finetuning)
+            task = _read_suite_task(rest) if kind == "suite" else config.load(rest, Finetuning)
             task = config.override(task, settings)
             is_pairs = task.task.kind == "minimal_pairs"
             if kind == "probe" and settings:
                 raise InputError("a probe takes no settings; remove them, or write finetune:")
             if kind == "probe":
-                examples_hash = Probes([file], PAIRS, name).sha256
+                examples_hash = Probes([rest], MINIMAL_PAIRS, name).sha256
                 title = f"{task.name}, minimal pairs" if is_pairs else task.name
             elif is_pairs:
                 raise InputError("minimal pairs cannot be learned from; write probe:")
             else:
                 splits = (task.task.train, task.task.validation)
                 labelled = (examples.iterate(task.task, split, "labelled") for split in splits)
-                examples_hash = short_hash([examples.sha256(split, ()) for split in labelled])
+                hashes = [examples.sha256(split, labels=()) for split in labelled]
+                examples_hash = short_hash(hashes)
                 title = f"{task.name}, fine-tuned"
         return cls(name, f"{title} ({task.task.main_score})", task, examples_hash[:16])
 
     @property
     def heading(self) -> str:
-        """The heading in the text: the file's name, or the task's name if it has settings."""
+        """The heading in table.txt: a file's name; a task's name if it has settings or a suite."""
         if self.task is not None and ("=" in self.name or self.name.startswith("suite:")):
             return self.task.name
         return self.name.rpartition("/")[2]
@@ -109,12 +110,12 @@ def _read_suite_task(address: str) -> Finetuning:
 
 @dataclasses.dataclass(frozen=True)
 class TableRun:
-    """A run of a row with one of the seeds."""
+    """A run of a row of the table, with one of its seeds."""
 
     row: str  # name of the row
     seed: int
     experiment: Experiment  # with the table's steps and seed
-    inputs: str  # hash of the corpus and of the initial weights; "" before it is known
+    input_hash: str  # hash of the corpus and of the initial weights; "" before it is known
     folder: epath.Path  # workdir of the run
 
 
@@ -127,8 +128,8 @@ class Results:
     columns: list[Column]
     # {`short_hash` of a row's experiment: CPU seconds of a step of each phase}.
     costs: dict[str, list[float]]
-    # {`hash_of`: {hash of text, weights and examples: [value, version of bert_jax, whether it was
-    # measured on other ones before]}}. The value is None if the run does not learn the quantity.
+    # {`hash_of`: {hash of text, weights and examples: [value, version of bert_jax, whether another
+    # hash had a value before]}}. A value is None if the run does not have the quantity.
     values: dict[str, dict[str, list[Any]]]
     # The runs, all rows with the first seed first; empty before their steps are known.
     members: list[TableRun] = dataclasses.field(default_factory=list)
@@ -166,7 +167,7 @@ class Results:
             {
                 "row": member.row,
                 "seed": member.seed,
-                "read": member.inputs,
+                "read": member.input_hash,
                 "steps": member.experiment.total_steps,
                 "values": {c.name: (self.find(member, c) or [None])[0] for c in self.columns},
             }
@@ -184,12 +185,13 @@ class Results:
     def find(self, member: TableRun, column: Column) -> list[Any]:
         """Returns the entry of `values` for a run and a column; [] if it was not measured yet."""
         entries = self.values.get(hash_of(column, member.experiment), {})
-        return entries.get(f"{member.inputs}{column.examples}", [])
+        return entries.get(f"{member.input_hash}{column.examples}", [])
 
     def keep(self, member: TableRun, column: Column, value: float | None) -> None:
         """Stores a value of a run, and writes the table."""
         entries = self.values.setdefault(hash_of(column, member.experiment), {})
-        entries[f"{member.inputs}{column.examples}"] = [value, bert_jax.__version__, bool(entries)]
+        key = f"{member.input_hash}{column.examples}"
+        entries[key] = [value, bert_jax.__version__, bool(entries)]
         self.write()
 
     def row_values(self, row: str, column: Column) -> list[list[Any]]:
@@ -197,7 +199,7 @@ class Results:
         entries = (self.find(member, column) for member in self.members if member.row == row)
         return [entry for entry in entries if entry]
 
-    def mean(self, row: str, column: Column) -> tuple[int, float, float]:
+    def summarize(self, row: str, column: Column) -> tuple[int, float, float]:
         """Returns the number of a row's values, their mean, and its standard error, or nan."""
         values = [value for value, *_ in self.row_values(row, column) if value is not None]
         mean = statistics.fmean(values) if values else math.nan
@@ -206,7 +208,7 @@ class Results:
 
     def cell(self, row: str, column: Column) -> str:
         """Formats mean and error, or "-" without a value; a * refers to the footnote."""
-        _, mean, error = self.mean(row, column)
+        _, mean, error = self.summarize(row, column)
         if math.isnan(mean):
             return "-"
         mark = "*" * any(again for *_, again in self.row_values(row, column))
@@ -216,7 +218,7 @@ class Results:
         """Returns the table with a line for each row: its name, number of runs, and cells."""
         rows = []
         for row in self.table.rows:
-            runs = max(self.mean(row.name, column)[0] for column in self.columns)
+            runs = max(self.summarize(row.name, column)[0] for column in self.columns)
             cells = [self.cell(row.name, column) for column in self.columns]
             rows.append([row.name, str(runs), *cells])
         return render.PageTable(["row", "runs", *headings], rows)
@@ -253,7 +255,7 @@ def short_hash(value: Any) -> str:
 def _nondefault_fields(section: Any) -> list[Any]:
     """Lists identity fields that differ from their defaults, except the section's name.
 
-    So a field that a later version adds does not change the hash.
+    They change what a run computes. A field that a later version adds does not change the hash.
     """
     fields: list[Any] = []
     for f in dataclasses.fields(section):
@@ -261,7 +263,7 @@ def _nondefault_fields(section: Any) -> list[Any]:
         if f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
         role = value.role if isinstance(value, Section) else section.role
-        # A name with a default is a setting, such as the optimizer's, and not a label.
+        # A `name` with a default selects something, such as an optimizer; others are labels.
         is_label = f.name == "name" and default is dataclasses.MISSING
         if value == default or role != "identity" or is_label:
             continue

@@ -1,6 +1,6 @@
 """Trains the runs of a table, one after the other, and measures them.
 
-W/table.json      measured values, and the costs that set the numbers of steps
+W/table.json      measured values, and CPU seconds of a step, which set the numbers of steps
 W/table.txt       means and standard errors; also as table.csv, and with plots as table.html
 W/runs/           a workdir for each row and seed
 W/tasks/          a workdir for each fine-tuning of a run
@@ -31,7 +31,7 @@ from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tasks.probes import Probes, score_probes
 from bert_jax.tools.compare import budget, table_files
-from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, short_hash
+from bert_jax.tools.compare.results import MINIMAL_PAIRS, Column, Results, TableRun, short_hash
 from bert_jax.tools.report import times
 from bert_jax.tools.report.run_record import Record
 
@@ -50,14 +50,14 @@ class Comparison:
         # {row: (folder of its corpus, hash of the corpus and of the initial weights)}.
         self._inputs: dict[str, tuple[str, str]] = {}
         if not self._table.cpu_seconds:
-            self._set_members()
+            self._set_members()  # finds errors early; `run` repeats it with the inputs
 
     def run(self) -> session.Outcome:
         """Trains the missing runs, and writes the table after each of them.
 
         If a run fails, the remaining ones are trained nevertheless.
         """
-        self._results.write()  # so that the folder is known as a table's if this is killed
+        self._results.write()  # so that a later start knows the folder as a table's
         self._prepare()
         if self._table.cpu_seconds:
             try:
@@ -71,7 +71,7 @@ class Comparison:
             if self._missing_columns(member):
                 progress = f"{number} of {len(members)}: {member.row}, seed {member.seed}"
                 self._progress.report(f"compare {progress}")
-                outcomes.append(self._run_member(member))
+                outcomes.append(self._train_and_measure(member))
                 table_files.write(self._results)
                 # Frees compiled programs, which would slow down each garbage collection.
                 jax.clear_caches()
@@ -115,7 +115,7 @@ class Comparison:
                 self._results.members.append(TableRun(row.name, seed, experiment, inputs, folder))
 
     def _experiment(self, row: Row) -> Experiment:
-        """Returns the experiment of a row, with a corpus folder that equal corpora share."""
+        """Returns the experiment of a row, with the folder of all rows with an equal corpus."""
         experiment = row.experiment
         name = short_hash([short_hash(experiment.corpus), experiment.model.vocab_size])
         shared, _ = self._inputs.get(row.name, (os.fspath(self._root / "corpora" / name), ""))
@@ -128,7 +128,6 @@ class Comparison:
         return dataclasses.replace(experiment, name=row.name, run=run)
 
     def _with_steps(self, row: Row) -> Experiment:
-        """Returns the experiment of a row, with the steps of the table's budget."""
         experiment, steps = self._experiment(row), self._table.steps
         if self._table.cpu_seconds:
             costs = self._results.costs[short_hash(experiment)]
@@ -136,7 +135,6 @@ class Comparison:
         return budget.with_steps(experiment, steps) if steps else experiment
 
     def _time(self) -> None:
-        """Times the steps of rows whose costs are not known."""
         rows = {short_hash(self._experiment(row)): row for row in self._table.rows}
         missing = {key: row for key, row in rows.items() if key not in self._results.costs}
         costs: dict[str, list[float]] = {}
@@ -151,7 +149,7 @@ class Comparison:
         self._results.costs |= costs
         self._write()
 
-    def _run_member(self, member: TableRun) -> session.Outcome:
+    def _train_and_measure(self, member: TableRun) -> session.Outcome:
         experiment = member.experiment
         workdir = Workdir(member.folder, experiment.run.corpus_dir)
         probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -217,7 +215,7 @@ def _measure(name: str, record: Record) -> float | None:
     return last.get(f"{losses.find_task(last, objectives)}_{metric}")
 
 
-# {column: (pre-training tasks, metric)}: the column is a line's TASK_METRIC of one of these tasks.
+# {column: (pre-training tasks, metric)}: the field {task}_{metric} of the task that a line has.
 _METRICS = {
     "loss": (losses.TOKENS, "loss"),
     "accuracy": (losses.TOKENS, "accuracy"),
@@ -225,17 +223,17 @@ _METRICS = {
 }
 
 
-def _seconds_to_reach(nat: float, record: Record) -> float | None:
-    """Returns CPU seconds until a run was `nat` below the unigram baseline; None if it never was.
+def _seconds_to_reach(distance: float, record: Record) -> float | None:
+    """Returns CPU seconds until a run was `distance` nats below the unigram baseline, or None.
 
     Losses are interpolated linearly between evaluations.
     """
     spent = times.cumulate(record.windows, lambda x: x["cpu_seconds"] / max(x["steps"], 1))
-    before = (0, 0.0)  # step 0 counts as at the baseline, whether it was evaluated or not
+    before = (0, 0.0)  # at step 0 the loss is taken as the baseline, even if evaluated
     for line in record.evaluation:
         below = line["unigram_loss"] - losses.token_metrics(line)[0]
-        if line["step"] and below >= nat:
-            steps = np.interp(nat, (before[1], below), (before[0], line["step"]))
+        if line["step"] and below >= distance:
+            steps = np.interp(distance, (before[1], below), (before[0], line["step"]))
             return float(np.interp(steps, *spent))
         before = (line["step"], below) if line["step"] else before
     return None
@@ -256,6 +254,6 @@ def _real_tokens(record: Record) -> float:
 
 
 def _probe(column: Column, workdir: Workdir) -> float:
-    probes = Probes([column.name.partition(":")[2]], PAIRS, column.name)
+    probes = Probes([column.name.partition(":")[2]], MINIMAL_PAIRS, column.name)
     (score,) = score_probes(probes, LoadedModel.of(workdir))["scores"].values()
     return score

@@ -101,7 +101,7 @@ def run(
     """Trains the missing runs of a sweep, and prints the scores.
 
     If a run fails, for example because it diverges, the remaining ones are trained nevertheless.
-    `base` names a base or a run; None: the base that the experiment names. `root` is the folder of
+    `base` is a base or a run to fine-tune; None: the experiment's base. `root` is the folder of
     the runs; None: runs/NAME-sweep.
     """
     folder = epath.Path(root or f"runs/{sweep[0].experiment.name}-sweep")
@@ -117,12 +117,12 @@ def run(
     runs = [{"folder": member.folder, "settings": member.settings, **initial} for member in sweep]
     score = ", ".join(sorted({member.experiment.task.main_score for member in sweep}))
     record = {"format_version": FORMAT_VERSION, "name": sweep[0].experiment.name, "score": score}
-    for number, (member, run_record) in enumerate(zip(sweep, runs, strict=True), 1):
+    for number, (member, entry) in enumerate(zip(sweep, runs, strict=True), 1):
         workdir = folder / member.folder
         progress.report(f"sweep {number} of {len(sweep)}: {member.folder}")
         outcome, scored = run_member(member, base, workdir, progress)
         best = max(scored, key=lambda line: line["score"], default=None)
-        run_record |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
+        entry |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
         record |= {"runs": runs, "groups": _groups(runs)}
         storage_of(folder).write(folder / SWEEP, json.dumps(record, indent=2) + "\n")
         if outcome == "stopped":

@@ -27,7 +27,7 @@ def _csv(results: Results) -> str:
     for row in results.table.rows:
         cells = {"row": row.name}
         for column in results.columns:
-            count, mean, error = results.mean(row.name, column)
+            count, mean, error = results.summarize(row.name, column)
             cells[column.name] = "" if math.isnan(mean) else repr(mean)
             cells[f"{column.name}_error"] = "" if math.isnan(error) else repr(error)
             cells[f"{column.name}_runs"] = str(count)
@@ -40,10 +40,10 @@ def _html(results: Results) -> str:
     for row in results.table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         changed = [line for line in changed if not line.startswith("name: ")]
-        inputs = {f"text {member.inputs}" for member in results.members if member.row == row.name}
+        origin = {f"text {run.input_hash}" for run in results.members if run.row == row.name}
         entries = (entry for c in results.columns for entry in results.row_values(row.name, c))
-        inputs |= {f"measured by bert-jax {version}" for _, version, _ in entries}
-        details.append({"name": row.name, "lines": changed, "origin": sorted(inputs, reverse=True)})
+        origin |= {f"measured by bert-jax {version}" for _, version, _ in entries}
+        details.append({"name": row.name, "lines": changed, "origin": sorted(origin, reverse=True)})
         before = row.experiment
     details += [
         {"name": column.title, "lines": [], "origin": [f"examples {column.examples}"]}
@@ -77,7 +77,7 @@ def _dots(results: Results) -> list[Figure]:
     """Returns a picture of each column: means and errors of each row."""
     pictures = []
     for number, column in enumerate(results.columns):
-        means = {row.name: results.mean(row.name, column) for row in results.table.rows}
+        means = {row.name: results.summarize(row.name, column) for row in results.table.rows}
         known = {name: mean for name, mean in means.items() if mean[0]}
         if known:
             runs, values, errors = zip(*known.values(), strict=True)
@@ -100,6 +100,6 @@ def _curves(results: Results) -> list[Figure]:
     axes = [axis for axis in run_comparison.AXES if axis.name in ("steps", "CPU seconds")]
     for axis in axes:
         if all(axis.converter(record) for record in records):
-            # The first plot that is not empty shows the held-out losses.
+            # The first plot shows held-out losses, or their distance from unigrams if rows differ.
             plots += [plot for plot in curves.learning_plots(records, axis) if not plot.empty][:1]
     return draw_all(plots, (), "curve")

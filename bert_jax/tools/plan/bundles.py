@@ -1,7 +1,7 @@
 """Counts the cycles that the compiler schedules for an operation, from its bundles.
 
 A bundle is the instructions that a core issues in one cycle (VLIW). The compiler writes one file of
-bundles for each operation, but only one for all equal operations.
+bundles for each distinct operation; equal operations share a file.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ _FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt")
 
 
 def make_cycle_lookup(folder: str) -> Callable[[str], int | None]:
-    """Returns a function that looks up an instruction's cycles by its name in a folder of dumps."""
+    """Returns a function that looks up an HLO instruction's cycles, by its name, in a folder."""
     paths = {m[1]: path for path in pathlib.Path(folder).iterdir() if (m := _FILE.match(path.name))}
 
     def cycles(name: str) -> int | None:
@@ -23,8 +23,8 @@ def make_cycle_lookup(folder: str) -> Callable[[str], int | None]:
     return cycles
 
 
-_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{")
-# A predicated test names its predicate first.
+_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{")  # LB: a loop begins
+# The test may be predicated; its predicate then stands first.
 _EXIT_TEST = re.compile(r"scmp\.ge\.s32\S* (?:\(\S+\), )?%\S+ (\d+) /\* loop exit test")
 # The loop over a kernel's grid has two iterations more than the grid has programs: one to fetch the
 # first inputs, one to write the last outputs. A comment in its first bundle marks this loop.
@@ -55,16 +55,16 @@ def scheduled_cycles(text: str) -> int | None:
 
     lines = [(match, line) for line in text.splitlines() if (match := _BUNDLE.match(line))]
     # Bundles that were moved into a loop, or do nothing, may have fewer `>` than later bundles of
-    # the same loop. So the depth that these later bundles reach is found first, from the end.
+    # the same loop. So a first pass, from the end, finds the depth that these later ones reach.
     later_depths, later_depth = [], 0
     for match, _ in reversed(lines):
         later_depths.append(later_depth)
         begins, depth = match[1] == "LB", len(match[2])
         later_depth = depth - 1 if begins else max(depth, later_depth)
-    for (match, line), later_depth in zip(lines, reversed(later_depths), strict=True):
+    for (match, line), reached in zip(lines, reversed(later_depths), strict=True):
         begins, depth = match[1] == "LB", len(match[2])
         if not begins:
-            depth = max(depth, min(later_depth, len(loops) - 1))
+            depth = max(depth, min(reached, len(loops) - 1))
         while len(loops) > depth + (not begins):
             close()
         if begins or len(loops) <= depth:
@@ -72,7 +72,7 @@ def scheduled_cycles(text: str) -> int | None:
         loops[-1].bundles += 1
         exit_test = _EXIT_TEST.search(line)
         if exit_test:
-            # The exit test of an outer loop may stand in an inner loop, after the inner test.
+            # An outer loop's test may stand in an inner loop, after its test, at the printed depth.
             index = min(max(len(match[2]), 1), len(loops) - 1)
             while index > 1 and not math.isnan(loops[index].iterations):
                 index -= 1

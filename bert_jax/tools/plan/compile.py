@@ -1,9 +1,9 @@
 """Compiles the training step ahead of time for TPU slices that need not exist.
 
 libtpu, an ordinary package for Linux on x86-64, contains the compiler. Each compilation has its own
-process: the compiler sometimes crashes, and it reads only at its start where to dump the schedules
-of operations. The outcome is cached in the user's cache folder, under a hash of everything that
-determines it.
+process: the compiler sometimes crashes, and it reads only once, at its start, into which folder to
+write the schedules of operations. The outcome is cached in the user's cache folder, under a hash of
+everything that determines it.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ _ENVIRONMENT = {
 DUMP_FLAGS = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
-# Seconds after which a compilation is reported again.
+# Seconds between messages that compilations are still running.
 _REPORT_SECONDS = 60.0
 # Compilations at the same time; each takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
@@ -86,13 +86,12 @@ class CompileJob:
 class Outcome:
     """The result of a job."""
 
-    # "too large": does not fit into memory; "refused": the layout does not suit the slice, and was
-    # not compiled; "failed": another error of the compiler; "crashed": the process was killed.
+    # "too large": does not fit into memory; "refused": the layout does not suit the slice, so the
+    # compiler did not start; "failed": its other errors; "crashed": the process was killed.
     kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
     message: str = ""  # one line; "" if it compiled
-    # Bytes that the program needs and may use on a device, if it is too large; None if not known.
-    wanted: float | None = None
-    available: float | None = None
+    wanted: float | None = None  # if too large: bytes that it needs on a device, if known
+    available: float | None = None  # if too large: bytes that it may use there, if known
     # Bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     program: schedule.Program | None = None  # None unless compiled
@@ -107,8 +106,8 @@ class Outcome:
         """Reads the JSON of `dataclasses.asdict`."""
         fields = _freeze(json.loads(text))
         if program := fields.get("program"):
-            kinds = {"kernels": schedule.Kernel, "collectives": schedule.Collective}
-            items = {name: tuple(kind(**x) for x in program[name]) for name, kind in kinds.items()}
+            types = {"kernels": schedule.Kernel, "collectives": schedule.Collective}
+            items = {name: tuple(item(**x) for x in program[name]) for name, item in types.items()}
             fields["program"] = schedule.Program(**program | items)
         return cls(**fields)
 
@@ -138,39 +137,39 @@ def compile_all(
     log: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
 ) -> list[Outcome]:
-    """Compiles jobs, two at a time; cached outcomes are not compiled again."""
-    versions()
+    """Compiles jobs that are not cached, two at a time; `refusals` are raised or returned."""
+    versions()  # raises InputError without libtpu
     width = min(_AT_ONCE, system.cores())
     outcomes = {
-        number: outcome for number, job in enumerate(jobs) if (outcome := _cached_outcome(job))
+        index: outcome for index, job in enumerate(jobs) if (outcome := _cached_outcome(job))
     }
-    waiting = [number for number in range(len(jobs)) if number not in outcomes]
+    waiting = [index for index in range(len(jobs)) if index not in outcomes]
     running: dict[Worker, int] = {}
-    start = time.time()
+    start = time.time()  # of all jobs together
     with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
         try:
             while waiting or running:
                 while waiting and len(running) < width:
-                    number = waiting.pop(0)
-                    job = jobs[number]
+                    index = waiting.pop(0)
+                    job = jobs[index]
                     log(f"compiling {_describe(job)}, {layout_of(job.experiment, job.phase)}")
-                    running[_start_worker(job, pathlib.Path(folder, f"{number}"))] = number
+                    running[_start_worker(job, pathlib.Path(folder, f"{index}"))] = index
                 ended = wait(running, _REPORT_SECONDS)
                 if not ended:
-                    names = "; ".join(_describe(jobs[number]) for number in running.values())
+                    names = "; ".join(_describe(jobs[index]) for index in running.values())
                     log(f"still compiling, for {(time.time() - start) / 60:.0f} minutes: {names}")
                 for worker in ended:
-                    number = running.pop(worker)
-                    path = pathlib.Path(folder, f"{number}")
-                    outcome = outcomes[number] = _collect_outcome(jobs[number], path, worker)
+                    index = running.pop(worker)
+                    path = pathlib.Path(folder, f"{index}")
+                    outcome = outcomes[index] = _collect_outcome(jobs[index], path, worker)
                     if minutes := outcome.cpu_seconds / 60:
-                        log(f"{_describe(jobs[number])}: {minutes:.1f} CPU minutes")
+                        log(f"{_describe(jobs[index])}: {minutes:.1f} CPU minutes")
                     if outcome.kind == "refused" and refusals == "raise":
-                        raise InputError(f"{jobs[number].topology.name}: {outcome.message}")
+                        raise InputError(f"{jobs[index].topology.name}: {outcome.message}")
         finally:
             for worker in running:
                 worker.close()
-    return [outcomes[number] for number in range(len(jobs))]
+    return [outcomes[index] for index in range(len(jobs))]
 
 
 def _cached_outcome(job: CompileJob) -> Outcome | None:
@@ -196,8 +195,8 @@ def _start_worker(job: CompileJob, folder: pathlib.Path) -> Worker:
     dump = folder / "dump"
     dump.mkdir(parents=True)
     arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP_FLAGS.format(dump)}".strip()
-    environment = os.environ | code.environment() | _ENVIRONMENT
-    environment |= {"LIBTPU_INIT_ARGS": arguments}
+    # Allows the files of code that this process may run, see `config.code`.
+    environment = os.environ | code.environment() | _ENVIRONMENT | {"LIBTPU_INIT_ARGS": arguments}
     environment.pop("XLA_FLAGS", None)  # plans use the compiler's default flags
     with open(folder / "output", "wb") as output:
         worker = Worker(environment, output)
@@ -240,7 +239,7 @@ def cache_key(job: CompileJob) -> str:
         *map(config.flatten, (parallelism, phase)),
         # The objectives of all phases determine the metrics and the parameters.
         [phase.objective for phase in experiment.phases],
-        *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # add programs
+        *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # `_other_programs`
         experiment.total_steps,
         job.topology.name,
         versions(),
@@ -284,7 +283,7 @@ def compile_step(
     """Compiles the training step of phase `number` for devices that need not exist.
 
     Raises:
-      jax.errors.JaxRuntimeError: the compiler refuses.
+      jax.errors.JaxRuntimeError: the compiler reports an error.
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
@@ -295,13 +294,13 @@ def compile_step(
     assert text is not None and memory is not None  # a TPU's compiler returns both
     module = hlo.parse(text)
     program = schedule.read_program(module, bundles.make_cycle_lookup(dump))
-    peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
+    peak, code_bytes = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     # The code of all programs is loaded; one of the programs runs at a time.
     for other, held_bytes in _other_programs(experiment, number, mesh, state):
         analysis = other.compile().memory_analysis()
         assert analysis is not None
         peak = max(peak, analysis.peak_memory_in_bytes + held_bytes)
-        code += analysis.generated_code_size_in_bytes
+        code_bytes += analysis.generated_code_size_in_bytes
     whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
     return Outcome(
         kind="compiled",
@@ -309,7 +308,7 @@ def compile_step(
             "peak": peak,
             "arguments": memory.argument_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
-            "code": code,
+            "code": code_bytes,
             "donated": memory.alias_size_in_bytes,
         },
         program=program,
@@ -329,11 +328,11 @@ def lower_step(
     """Traces the training step of phase `number` for a mesh and an abstract state."""
     spec = _make_step_spec(experiment, number, mesh)
     train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
-    window = jax.eval_shape(lambda: step.empty_window(objective_lib.metric_names(experiment)))
-    window = _with_sharding(window, mesh_lib.replicated(mesh))
+    sums = jax.eval_shape(lambda: step.empty_window(objective_lib.metric_names(experiment)))
+    sums = _with_sharding(sums, mesh_lib.replicated(mesh))
     # Functions compiled by jax have `lower`, which the type of `train_step` does not declare.
     lowerable = cast(jax.stages.Wrapped, train_step)
-    return lowerable.lower(state, window, *_batch_and_key(experiment, number, mesh))
+    return lowerable.lower(state, sums, *_batch_and_key(experiment, number, mesh))
 
 
 def _make_step_spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
@@ -346,18 +345,19 @@ def _make_step_spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh
 def _other_programs(
     experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
 ) -> Iterator[tuple[jax.stages.Lowered, int]]:
-    """Yields the step with self-checks and the recompute check, if the experiment has them.
+    """Yields the step that checks its own arithmetic, and the recompute check, if they are enabled.
 
-    With each comes the number of bytes that a device holds in addition while the program runs.
+    With each come the bytes of the state on a device that are not arguments of the program.
     """
     run = experiment.run
     if run.check_every:
         options = step.self_check_options(mesh_lib.device_kind(mesh))
         yield lower_step(experiment, number, mesh, state, options), 0
-    if run.replay_every:
+    if run.replay_every:  # the recompute check compares fingerprints of gradients
         program = step.make_fingerprints(_make_step_spec(experiment, number, mesh))
         batch, key = _batch_and_key(experiment, number, mesh)
-        frozen, rotated_batch = None, batch  # a rotation keeps shapes
+        # No parameters are frozen. Rows are rotated to other devices, which keeps shapes.
+        frozen, rotated_batch = None, batch
         arguments = state["params"], frozen, state["step"], batch, key, rotated_batch
         held = jax.tree.leaves({name: state[name] for name in state if name != "params"})
         yield (

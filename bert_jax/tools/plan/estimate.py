@@ -3,10 +3,10 @@
 Nothing here was measured on a TPU. The estimate simulates the schedule of a step. A transfer begins
 when its links are free; the links of an axis serve one transfer at a time. An operation waits for
 the transfers that bring its data. So a transfer costs only the wait that remains after the work and
-kernels in between, and the same work hides one transfer per link, not several.
+kernels in between, and work hides on each link at most as much transfer time as it takes itself.
 
-    products      matrix products: the compiler's estimate, which omits much of what is fused into
-                  a product, or the scheduled cycles, whichever is more; / clock
+    products      matrix products: cycles / clock; the scheduled cycles, or the compiler's estimate,
+                  which omits much of what is fused into a product, whichever is more
     copies        bytes of the device's memory (HBM) read and written / its bandwidth, and
                   COPY_SECONDS to begin; at most what the compiler estimates
     other         the compiler's estimate / clock: too high by up to a factor of three
@@ -15,13 +15,13 @@ kernels in between, and the same work hides one transfer per link, not several.
     random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock)
     prefetch      waits for transfers from or to memory during other work
     issue         ISSUE_SECONDS, an assumption, for each permutation
-    collectives   waits, less latency. A transfer moves (N-1)/N of the whole array of a gather or
+    collectives   waits, less latency. Each of N devices sends (N-1)/N of the array of a gather or
                   scatter, twice as much for an all-reduce, over the links of the axes that the
                   group spans: in both directions if the axis is a ring, else in one; a permutation
                   takes as long as its slowest pair
     network       waits for sums over slices, one sum at a time: bytes as for an all-reduce, over a
-                  chip's share of the data centre's network, and NETWORK_SECONDS, an assumption, for
-                  each way of a round trip
+                  chip's share of the data centre's network, and 2 x NETWORK_SECONDS (assumed) for a
+                  round trip
     latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way;
                   a gather over several axes at once is one ring through all chips, in both
                   directions
@@ -55,8 +55,8 @@ ASSUMPTIONS = {
     "issue_seconds": ISSUE_SECONDS,
     "network_seconds": NETWORK_SECONDS,
 }
-# In place of an axis of the torus: the links between the cores of a chip, the link between a device
-# and its memory, the network between slices.
+# Keys in place of an axis of the torus: the links between the cores of a chip, the link between a
+# device and its memory, the network between slices.
 WITHIN_CHIPS, _MEMORY, NETWORK = -1, -2, -3
 
 # The location of a device: chip coordinates, then its number on the chip.
@@ -65,7 +65,7 @@ Location = Sequence[int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The time of a step in terms, with waits and transfer times."""
+    """The time of a step, split into TERMS, with waits and transfer times."""
 
     terms: dict[str, float]  # {name: seconds}, all of TERMS
     # For each of the program's collectives, the waits for all its runs.
@@ -110,7 +110,7 @@ class _Timeline:
         self.bandwidth = topology.device_bandwidth
         self.random_bandwidth = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
         self.kernels = program.kernels
-        self.permutes = [bool(collective.pairs) for collective in program.collectives]
+        self.is_permutation = [bool(collective.pairs) for collective in program.collectives]
         self.costs = [cost(collective, topology, locations) for collective in program.collectives]
         self.now = 0.0  # seconds since the step began
         self.free_at: dict[int, float] = {}  # {axis: time from which its links are free}
@@ -137,11 +137,11 @@ class _Timeline:
                     self._spend("random_bits", size / self.random_bandwidth, count)
                 case "kernel", number:
                     kernel = self.kernels[number]
-                    self._queue_transfer(kernel.bytes)  # delays later transfers
+                    self._queue_transfer(kernel.bytes)  # delays others; taken not to wait itself
                     scheduled = (kernel.cycles or 0) / self.clock_hz
                     self._spend("kernels", max(scheduled, kernel.bytes / self.bandwidth), count)
                 case "start", number, name:
-                    self._spend("issue", ISSUE_SECONDS * self.permutes[number], count)
+                    self._spend("issue", ISSUE_SECONDS * self.is_permutation[number], count)
                     self._start(number, name, count)
                 case "fetch", size, name:
                     self.under_way[name] = None, self._queue_transfer(size)
@@ -191,7 +191,7 @@ class _Timeline:
         self.under_way[name] = number, begin + transfer + latency
 
     def _loop(self, iterations: int, body: Sequence[Action], count: float) -> None:
-        """Simulates iterations until one starts with free links; all later ones are like it."""
+        """Simulates iterations until one starts with free links and stands for all later ones."""
         while iterations > 0:
             repeats = 1 if max(self.free_at.values(), default=0.0) > self.now else iterations
             start = self.now
@@ -219,7 +219,7 @@ def cost(collective: Collective, topology: Topology, locations: Sequence[Locatio
     members = [locations[device] for device in collective.group]
     if len(members) <= 1:
         return Cost(0.0, 0.0, frozenset())
-    link_directions = hops = 0  # the former is a fraction if groups share links
+    link_directions = hops = 0  # link_directions is a fraction if groups share links
     axes = set()
     for axis, length in enumerate(topology.shape):
         spanned = len({location[axis] for location in members})
@@ -237,10 +237,10 @@ def cost(collective: Collective, topology: Topology, locations: Sequence[Locatio
     is_single_ring = collective.emitter.startswith("1D") or collective.asynchronous
     if collective.kind == "all-gather" and len(axes) > 1 and is_single_ring:
         link_directions, hops = 2, len(members) // 2
-    cores = len({location[-1] for location in members})
-    if cores > 1:
+    devices_on_chip = len({location[-1] for location in members})
+    if devices_on_chip > 1:
         axes.add(WITHIN_CHIPS)
-    bandwidth = link_directions * link * cores / topology.tpu.devices_per_chip
+    bandwidth = link_directions * link * devices_on_chip / topology.tpu.devices_per_chip
     if link_directions == 0:  # within a chip
         bandwidth = 2 * len(topology.shape) * link
     passes = 2 if collective.kind == "all-reduce" else 1  # a scatter, then a gather
@@ -252,7 +252,7 @@ def cost(collective: Collective, topology: Topology, locations: Sequence[Locatio
 def _network_bytes(collective: Collective, topology: Topology) -> float:
     """Returns the bytes that a device sends to the network in one sum over slices.
 
-    Each slice adds up one part of the array, and sends the sum to all slices.
+    Each slice sums up one part of the array, and sends it to all slices. The rate is a chip's.
     """
     return 2 * (topology.slices - 1) / topology.slices * collective.payload
 

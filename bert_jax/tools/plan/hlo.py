@@ -2,7 +2,7 @@
 
 A module has computations, one of which is the entry; a computation has instructions in execution
 order. Operations of a TPU program may have the compiler's `estimated_cycles`. `whole_batch_arrays`
-finds arrays that a step sharded over a pod must not have.
+finds arrays as large as the global batch, which no device of a pod must have.
 """
 
 import dataclasses
@@ -171,12 +171,12 @@ def whole_batch_arrays(
         length,
         phase.max_predictions_per_seq,
     }
-    flat_sizes = set() if rows * length == padded_vocab_size(model) else {rows * length}
+    token_counts = set() if rows * length == padded_vocab_size(model) else {rows * length}
     widths = model.hidden_size, model.intermediate_size
     biases = [(model.num_hidden_layers * width,) for width in widths]  # of all layers
     if shards == 1 or rows in model_sizes:
         return None
-    # The rows of the batch, and those of a micro-batch.
+    # The rows of the batch, and those of a micro-batch unless something else has this size.
     row_counts = {rows} | (
         {rows // experiment.parallelism.accumulation_of(number)} - model_sizes - {rows // shards}
     )
@@ -184,14 +184,14 @@ def whole_batch_arrays(
     for computation in module.computations.values():
         for instruction in computation.instructions:
             for kind, sizes in arrays(instruction.type):
-                is_flat = bool(flat_sizes & set(sizes)) and sizes not in biases
+                is_flat = bool(token_counts & set(sizes)) and sizes not in biases
                 if is_flat or _spans_rows(sizes, row_counts, heads, length):
                     arrays_seen[f"{kind}[{','.join(map(str, sizes))}]"] = None
     return list(arrays_seen)[:_SHOWN]
 
 
 def _spans_rows(sizes: tuple[int, ...], row_counts: set[int], heads: int, length: int) -> bool:
-    """Returns whether three or more dimensions include (rows, length) or (rows, heads, length)."""
+    """Returns whether an array of rank 3 or more has dimensions (rows[, heads], length)."""
     return len(sizes) >= 3 and any(
         sizes[at] in row_counts
         and (sizes[at + 1] == length or sizes[at + 1 : at + 3] == (heads, length))

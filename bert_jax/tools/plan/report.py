@@ -36,7 +36,7 @@ _GIB = 2**30
 
 _log_progress = functools.partial(print, file=sys.stderr, flush=True)
 
-Entry = dict[str, Any]
+Entry = dict[str, Any]  # an object of the plan's JSON
 
 
 def make_plan(
@@ -89,7 +89,7 @@ def _compile_layouts(
             jobs[layout] = CompileJob(with_layout(experiment, number, layout), number, topology)
         except InputError:  # optimizer.clip=per_replica does not allow zero3
             continue
-    outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, "return")
+    outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, refusals="return")
     return [
         (layout, phase_entry(job.experiment, number, topology, outcome))
         for (layout, job), outcome in zip(jobs.items(), outcomes, strict=True)
@@ -104,10 +104,10 @@ def _search(experiment: Experiment, topology: Topology) -> Entry:
 
     Returns:
       `ranked`: settings, hours and peak bytes of a device, best first; `compiled`: number of
-      compiled layouts of single phases; `unfit`: number of these that do not fit.
+      compiled layouts of single phases; `unfit`: number of these that do not compile.
     """
     combinations = list(itertools.product(STATES, REMATS))
-    outcomes, phases = [], []
+    outcomes, by_phase = [], []
     for number, phase in enumerate(experiment.phases):
         rows = max(phase.batch_size // shards_of(experiment, topology), 1)
         divisors = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
@@ -122,11 +122,11 @@ def _search(experiment: Experiment, topology: Topology) -> Entry:
             if entry["outcome"] == "compiled":
                 result = entry["hours"], layout.accumulation, entry["memory"]["peak"]
                 fastest[layout[:2]] = min(result, fastest.get(layout[:2], result))
-        phases.append(fastest)
+        by_phase.append(fastest)
     ranked = []
     for pair in combinations:
-        if all(pair in fastest for fastest in phases):
-            hours, counts, peaks = zip(*(fastest[pair] for fastest in phases), strict=True)
+        if all(pair in fastest for fastest in by_phase):
+            hours, counts, peaks = zip(*(fastest[pair] for fastest in by_phase), strict=True)
             values = zip(Layout._fields, (*pair, ",".join(map(str, counts))), strict=True)
             settings = [f"parallelism.{name}={value}" for name, value in values]
             ranked.append({"settings": settings, "hours": sum(hours), "peak": max(peaks)})
@@ -179,7 +179,7 @@ def _changed_settings(experiment: Experiment, number: int, layout: Layout) -> st
 
 
 def config_sha256(experiment: Experiment) -> str:
-    """Returns a hash of everything that determines a plan: the experiment except its `run`."""
+    """Returns a hash of the experiment without its section `run`."""
     fields = json.loads(config.to_json(experiment))
     del fields["run"]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
@@ -191,7 +191,7 @@ def _slice_entry(
     outcomes: Sequence[Outcome],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    exchange = method_of(topology.tpu.kind, topology.slices)
+    exchange = method_of(topology.tpu.kind, topology.slices)  # of parameters and gradients
     phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]
     total = None if None in hours else sum(hours)
@@ -212,7 +212,7 @@ def _slice_entry(
 
 
 def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome: Outcome) -> Entry:
-    """Returns the entry of one phase on one slice; times in seconds, sizes in bytes of a device.
+    """Returns the entry of one phase on one slice: `hours`, seconds and bytes of a device.
 
     If it was not compiled, only its layout and outcome are known.
     """
@@ -234,27 +234,27 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     if outcome.program is None:
         return entry
     program = outcome.program
-    seconds = estimate.estimate(program, topology, outcome.places)
-    # A second estimate with the highest published rate of links, instead of that in practice.
+    step_time = estimate.estimate(program, topology, outcome.places)
+    # A second estimate with the highest published rate of links, which practice does not reach.
     published_rate = topology.tpu.published_link_bandwidth
     tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
     published = dataclasses.replace(topology, tpu=tpu)
     at_published = estimate.estimate(program, published, outcome.places)
     waits: dict[str, float] = collections.defaultdict(float)  # by kind
-    for wait, collective in zip(seconds.waits, program.collectives, strict=True):
+    for wait, collective in zip(step_time.waits, program.collectives, strict=True):
         waits[collective.kind] += wait
     model_flops = flops.phase_flops(experiment.model, phase)
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
-        "hours": phase.steps * seconds.total / 3600,
-        "seconds": seconds.terms | {"total": seconds.total},
+        "hours": phase.steps * step_time.total / 3600,
+        "seconds": step_time.terms | {"total": step_time.total},
         "links": {
             "bandwidth": topology.tpu.link_bandwidth,
             "published_bandwidth": published_rate,
             "published_total": at_published.total,
             "busy": {
                 "within chips" if axis == estimate.WITHIN_CHIPS else f"axis {axis}": busy
-                for axis, busy in seconds.busy.items()
+                for axis, busy in step_time.busy.items()
             },
             "waits": waits,
         },
@@ -265,12 +265,12 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "model_flops": model_flops,
         "peak_flops": peak,
-        "utilisation": model_flops / (seconds.total * peak),
-        # Tokens, if no position is padding.
-        "places_per_second": phase.batch_size * phase.sequence_length / seconds.total,
+        "utilisation": model_flops / (step_time.total * peak),
+        # Positions of rows, which are tokens if none is padding.
+        "places_per_second": phase.batch_size * phase.sequence_length / step_time.total,
         "collectives": _collectives_by_kind(program),
         "operations": program.operations,
-        "checks": {
+        "checks": {  # docs/reference/plan-output.md explains what they show
             "whole_batch": None if outcome.whole_batch is None else list(outcome.whole_batch),
             "largest_all_reduce": max(
                 (c.payload for c in program.collectives if c.kind == "all-reduce"), default=0
@@ -328,7 +328,7 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
     if search := entry.get("search"):
         yield (
             f"  search: {search['unfit']} of {search['compiled']} layouts of single phases do not "
-            f"fit; the best of all phases:{'' if search['ranked'] else ' none'}"
+            f"compile; the best layouts for all phases:{'' if search['ranked'] else ' none'}"
         )
         for ranked in search["ranked"]:
             settings = " ".join(f"--set {setting}" for setting in ranked["settings"])

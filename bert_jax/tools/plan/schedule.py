@@ -61,7 +61,7 @@ class Collective:
     # Bytes of the whole array on a device: the operand of an all-reduce, a reduce-scatter or a
     # permutation, the result of an all-gather.
     payload: int
-    # Devices, by their indices in the mesh, of the first of its groups; empty for a permutation.
+    # Devices of the first of its groups, by their indices in the mesh; empty for a permutation.
     group: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...] = ()  # (source, target) devices of a permutation
     where: str  # "entry" of the program, or body of a "loop"
@@ -71,13 +71,13 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A custom kernel (Pallas); the compiler estimates its cycles only with some options."""
+    """A custom kernel (Pallas). By default the compiler does not estimate its cycles."""
 
     name: str  # name of its operation
     count: int  # runs in a step
     cycles: int | None  # estimated or scheduled cycles of one run; None if not known
-    # Bytes that one run reads from and writes to the device's memory (HBM); at most as many as the
-    # kernel's code states, since a kernel may read only a part of an array.
+    # Bytes that one run reads from and writes to the device's memory (HBM); at most its
+    # `bytes_accessed`, if stated, since a kernel may read only a part of an array.
     bytes: int
 
 
@@ -85,12 +85,12 @@ class Kernel:
 class Program:
     """The compiled training step of one device."""
 
-    schedule: tuple[Action, ...]
-    kernels: tuple[Kernel, ...]  # different custom kernels
-    collectives: tuple[Collective, ...]  # different collectives
+    schedule: tuple[Action, ...]  # in the order of execution
+    kernels: tuple[Kernel, ...]  # distinct custom kernels
+    collectives: tuple[Collective, ...]  # distinct collectives
     operations: dict[str, int]  # {opcode: runs}, for some opcodes
-    endless: int  # loops of unknown length, which end but are counted as one iteration
-    # Estimated cycles of PRODUCTS whose schedule is not known.
+    endless: int  # number of loops of unknown length, counted as one iteration each
+    # Estimated cycles of PRODUCTS whose bundles, the compiler's schedule, are not known.
     unscheduled: int = 0
 
     @functools.cached_property
@@ -138,6 +138,7 @@ def read_program(
 
 
 def _with_counts(table: dict[Any, int]) -> tuple[Any, ...]:
+    """Returns the keys, made with a count of 0, with their counts."""
     return tuple(dataclasses.replace(item, count=count) for item, count in table.items())
 
 
@@ -147,15 +148,15 @@ class _ModuleReader:
     def __init__(self, module: Module, cycles_of: Callable[[str], int | None]):
         self.module = module
         # Cycles of kernels and products by identity, since the compiler writes only one schedule
-        # for equal ones. Those of kernels are estimated, if an option makes the compiler do so.
-        self.scheduled: dict[Any, int] = {}
+        # for equal ones. If the compiler estimates those of a kernel, the estimate is taken.
+        self.known_cycles: dict[Any, int] = {}
         for computation in module.computations.values():
             for instr in computation.instructions:
                 is_kernel = instr.target == KERNEL_TARGET
                 if is_kernel or (instr.estimated_cycles and work.is_product(module, instr)):
                     known = (is_kernel and instr.estimated_cycles) or cycles_of(instr.name)
                     if known:
-                        self.scheduled[work.identity(module, instr, computation)] = known
+                        self.known_cycles[work.identity(module, instr, computation)] = known
         self.unscheduled = 0
         self.kernels: dict[Kernel, int] = {}
         self.collectives: dict[Collective, int] = {}
@@ -207,12 +208,12 @@ class _ModuleReader:
             case "async-start":
                 return self.follow(instruction.callee("calls"), count, where)
             case "conditional":
-                branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+                listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
                 names = [instruction.callee(f"{word}_computation") for word in ("false", "true")]
-                names = re.findall(r"[\w.\-]+", branches[1]) if branches else names
+                names = re.findall(r"[\w.\-]+", listed[1]) if listed else names
                 held = _HELD.search(instruction.attributes)
                 if not held or len(names) != 2:
-                    # The text does not tell which branch runs; the longest is assumed.
+                    # The text does not tell which branch runs: the longest is timed, all counted.
                     branches = (self.follow(name, count, where) for name in names)
                     return max(branches, key=lambda actions: sum(_sums(actions)[k] for k in KINDS))
                 share = int(held[1]) / int(held[2])
@@ -225,7 +226,7 @@ class _ModuleReader:
     def _operation_actions(
         self, instruction: Instruction, scope: Computation, count: int, where: str
     ) -> list[Action]:
-        """Returns the actions of an operation; `scope` is as in `work.copy_bytes`."""
+        """Returns the actions of an operation; `scope` is what a fusion calls, or where it is."""
         is_fusion = instruction.opcode == "fusion"
         root = scope.root
         # For a TPU, some reduce-scatters are all-reduces in a fusion that computes only a slice.
@@ -260,7 +261,7 @@ class _ModuleReader:
     def _work_action(self, instruction: Instruction, scope: Computation, count: int) -> Action:
         cycles = instruction.estimated_cycles
         if work.is_product(self.module, instruction):
-            scheduled = self.scheduled.get(work.identity(self.module, instruction, scope))
+            scheduled = self.known_cycles.get(work.identity(self.module, instruction, scope))
             self.unscheduled += count * cycles * (scheduled is None)
             return "work", PRODUCTS, max(cycles, scheduled or 0), 0
         size = work.copy_bytes(instruction, scope) if work.is_copy(self.module, instruction) else 0
@@ -274,7 +275,7 @@ class _ModuleReader:
         return Kernel(
             name=instruction.name.rstrip(".0123456789"),
             count=0,
-            cycles=self.scheduled.get(identity),
+            cycles=self.known_cycles.get(identity),
             bytes=min(size, int(stated[1])) if stated else size,
         )
 
@@ -292,7 +293,7 @@ def _classify_asynchronous(
         opcode = instruction.opcode
         starts = opcode.endswith("-start") and opcode.removesuffix("-start") in COLLECTIVES
         starts |= opcode == SEND
-        # A synchronous collective is also an end, if its operand is the result of a start.
+        # A synchronous collective is also an end: it waits for a start whose result it reads.
         may_end = opcode.removesuffix("-done") in (*COLLECTIVES, SEND, "call")
         return instruction if starts else None, may_end
     if instruction.opcode == "call-start":
@@ -388,7 +389,7 @@ def _transposed_iota(dimensions: str, permutation: str | None) -> list[int]:
 
 
 def _count_iterations(module: Module, loop: Instruction, computation: Computation) -> int | None:
-    """Returns the iterations of a loop `while counter < limit` with a constant start and step 1."""
+    """Returns the iterations of `while counter < limit` from a constant; assumes steps of 1."""
     condition = module.computations[loop.callee("condition")]
     compare = condition.root
     if compare is None or compare.opcode != "compare" or "direction=LT" not in compare.attributes:
@@ -406,7 +407,6 @@ def _count_iterations(module: Module, loop: Instruction, computation: Computatio
 
 
 def _constant_value(instruction: Instruction, computation: Computation) -> int | None:
-    """Returns the integer value of an instruction, if it is a constant."""
     while instruction.opcode in ("copy", "bitcast", "convert"):
         instruction = computation.lookup[instruction.operands[0]]
     if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.argument):

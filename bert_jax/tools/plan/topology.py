@@ -57,9 +57,9 @@ class Topology:
     def compiler_options(self) -> dict[str, Any]:
         """Returns the options that the compiler needs in addition to the name."""
         options: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
-        if self.chips == self.slices:  # by default a host has several chips
+        if self.chips == self.slices:  # one chip on its host; by default a host has several
             options["chips_per_host_bounds"] = [1, 1, 1]
-        if self.name.startswith("v4:"):
+        if self.slice_name.startswith("v4:"):
             # On a v4 the two cores of a chip are one device. By default the compiler takes them
             # for two.
             options["chip_config_name"] = "megacore"
@@ -95,9 +95,9 @@ def parse_list(names: str) -> list[Topology]:
 
 
 class Layout(NamedTuple):
-    """The layout of one phase over devices, as fields of `parallelism`."""
+    """Settings of `parallelism` for one phase; not the layout of an array in memory."""
 
-    state: str
+    state: str  # how the training state is sharded, such as zero1
     remat: str
     accumulation: int
 

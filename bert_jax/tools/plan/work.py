@@ -16,9 +16,10 @@ _MULTIPLY = {"convolution", "dot"}
 # Opcodes that only move or convert values.
 _MOVE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "fusion", "copy"}
 _MOVE |= {"convert", "reduce-precision", "reshape", "transpose", "broadcast", "concatenate", "pad"}
+# No move: a copy has a `gather` only of a scalar, such as an offset.
 _READS_PART, _WRITES_PART = ("slice", "dynamic-slice", "gather"), "dynamic-update-slice"
 _MOVE |= {"slice", "dynamic-slice", _WRITES_PART}
-# An array with its layout; an array whose layout shows that it is in the chip's own memory (VMEM).
+# An array with its layout; an array whose layout shows that it is on chip (VMEM).
 _ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 _CALLS = ("calls", "to_apply")
@@ -83,8 +84,7 @@ def _bytes_read(array: Instruction, scope: Computation) -> int:
     for user in scope.instructions:
         if array.name not in user.operands:
             continue
-        # Aliases of the array. On TPU7x a nested fusion changes its tiling in place, and the fusion
-        # then writes a part of the result.
+        # A bitcast, or a nested fusion in place (TPU7x: a new tiling), is an alias of the array.
         if user.opcode == "bitcast" or "output_to_operand_aliasing=" in user.attributes:
             size += _bytes_read(user, scope)
         elif user.operands[0] != array.name or user.opcode not in (*_READS_PART, _WRITES_PART):
@@ -105,8 +105,8 @@ def fetch_bytes(start: Instruction) -> int:
 def identity(module: Module, instruction: Instruction, computation: Computation) -> Hashable:
     """Returns the identity of an operation: the compiler schedules equal operations only once.
 
-    It consists of the contents and types of a fusion, or of the body and types of a custom kernel;
-    of a kernel without a body and of other instructions, the name stands for the body.
+    It consists of the contents and types of a fusion, of the body and types of a custom kernel, or
+    else of the name and types of the instruction.
     """
     if instruction.opcode == "fusion":
         return _contents(module, instruction.callee("calls")), instruction.type

@@ -1,4 +1,4 @@
-"""The plots of a report: learning curves of runs, and quantities of their steps.
+"""The plots of a report: learning curves of runs, and measurements of their steps.
 
 Plots leave out what is not comparable between runs; see `run_comparison`.
 """
@@ -20,27 +20,27 @@ from bert_jax.tools.report.run_record import Line, Record
 # The loss of guessing between two equally common labels.
 _COIN = [(math.log(2), "ln 2")]
 _GUESSING = (
-    "At ln 2 = 0.693, dashed, the model gives both answers equal probability. It stays there until "
-    "it learns the task, late in the training."
+    "At ln 2 = 0.693, dashed, the model gives both answers equal probability. Its loss stays there "
+    "until it learns the task, late in the training."
 )
 _BEYOND = "Below the dashed line the model knows more than how often each token occurs."
-_PAIRS = (
+_ON_PAIRS = (
     "Bars are one standard error, if held-out pairs are independent. Dashed: the accuracy of "
     "always giving the commoner label."
 )
 _OTHER_ROWS = "Held-out rows differ, so losses in nat are not comparable: see above."
 _OVERCONFIDENT = "A held-out loss that rises while scores stay high shows an overconfident model."
-_PROBED = "The score of a linear layer on the frozen encoder. Dashed: without the encoder."
+_PROBED = "The score of a linear layer on the frozen encoder. Dashed: the majority baseline."
 _UTILISATION = (
     "The rate of useful matrix operations, as a share of the devices' peak rate; on a CPU, as a "
     "share of the rate of a large matrix product at the start of the run. If other work slows down "
     "that product, the shares are too high, even over 100 %."
 )
-# Fields of a line of scores that are not scores.
+# Fields of a line of scores that are no metrics; `score` repeats the main metric.
 _NOT_SCORES = ("step", "kind", "loss", "score", "examples", "no_answer_threshold")
 _LAYERS = (
-    "Score of a linear layer on each layer, minus the score of guessing, as a share of the best "
-    "layer's; layer 0 is the embeddings."
+    "Score of a linear layer on each layer, minus the score of guessing, as a share of this "
+    "difference for the best layer; layer 0 is the embeddings."
 )
 
 
@@ -51,52 +51,53 @@ def learning_plots(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot
     """
     # Runs with the same label have the same colour.
     colours = {label: i for i, label in enumerate(dict.fromkeys(r.label for r in records))}
-    differ = run_comparison.explain_losses(records)
-    compares_training = not differ and not run_comparison.masks_differ(records)
+    rows_differ = bool(run_comparison.explain_losses(records))
+    compares_training = not rows_differ and not run_comparison.masks_differ(records)
     runs = [(record, _held_out(record), axis.converter(record)) for record in records]
 
     def plot(
-        title: str, name: str, note: str = "", error: str = "", kind: type = Experiment, **look: Any
+        title: str, name: str, note: str = "", bars: str = "", kind: type = Experiment, **more: Any
     ) -> Plot:
         curves, labelled = [], set[str]()
         for record, evaluations, convert in runs:
             if not isinstance(record.experiment, kind):
                 continue
             train = record.train if compares_training or kind is Finetuning else []
-            parts = ((train, "training", "line", ""), (evaluations, "held-out", "points", error))
-            for colour, (lines, label, style, bars) in enumerate(parts):
+            parts = ((train, "training", "line", ""), (evaluations, "held-out", "points", bars))
+            for colour, (lines, label, style, part_bars) in enumerate(parts):
                 if len(records) > 1:
                     label, colour = record.label, colours[record.label]
                     style = style if colour < len(figures.COLOURS) else "dashes"
-                drawn = curve(lines, name, label, colour, style, bars)
-                if len(drawn.x):
+                one = curve(lines, name, label, colour, style, part_bars)
+                if len(one.x):
                     assert convert is not None  # all runs have the axis
                     legend = "" if label in labelled else label
-                    curves.append(dataclasses.replace(drawn, x=convert(drawn.x), label=legend))
+                    curves.append(dataclasses.replace(one, x=convert(one.x), label=legend))
                     labelled.add(label)
-        return Plot(title, curves, x_label=axis.name, note=note, **look)
+        return Plot(title, curves, x_label=axis.name, note=note, **more)
 
     newest: Line = {}  # fields of the newest evaluations of all pre-trainings
     for record in records:
         if record.evaluation and isinstance(record.experiment, Experiment):
             newest |= record.evaluation[-1]
     plots = []
-    if differ:
+    if rows_differ:
         plots.append(plot("Nats below its own unigram baseline", "below_unigrams", _OTHER_ROWS))
         plots.append(plot("Token accuracy", "token_accuracy", scale="percent"))
-    for task, name in (losses.PAIRS if differ else losses.TOKENS | losses.PAIRS).items():
+    # Titles by objective, of those over pairs and of those over tokens.
+    for task, name in (losses.PAIRS if rows_differ else losses.TOKENS | losses.PAIRS).items():
         is_pair, title = task in losses.PAIRS, name[0].upper() + name[1:]
         title = title.replace(" ", "-") if is_pair else title
         loss, accuracy = f"{task}_loss", f"{task}_accuracy"
-        # Phases before the last may learn another task than that of the held-out rows.
+        # An earlier phase may learn another task, which is not evaluated and has no baseline.
         is_scored = loss in newest
         unigrams = _level(newest, "unigram_loss", "unigrams") if is_scored else []
         levels, note = (_COIN, _GUESSING) if is_pair else (unigrams, _BEYOND if is_scored else "")
         plots.append(plot(f"{title} loss, nat", loss, note, levels=levels))
-        levels, note = _level(newest, f"{task}_majority", "majority"), _PAIRS if is_pair else ""
-        error = f"{task}_error" if is_pair else ""
+        levels, note = _level(newest, f"{task}_majority", "majority"), _ON_PAIRS if is_pair else ""
+        bars = f"{task}_error" if is_pair else ""
         title = f"{title} accuracy"
-        plots.append(plot(title, accuracy, note, error, levels=levels, scale="percent"))
+        plots.append(plot(title, accuracy, note, bars, levels=levels, scale="percent"))
     plots += [plot(name.replace("_", " "), name) for name in _custom_metrics(newest)]
     return plots + _finetuning_plots(records, plot) + _probe_plots(records, plot)
 
@@ -105,7 +106,7 @@ def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> l
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
-    guesses = [record.newest_line("task").get("guess") for record in tuned]
+    guesses = [record.newest_prediction("task").get("guess") for record in tuned]
     levels = [(score, "guessing") for _answer, score in filter(None, guesses[:1])]
     note = run_comparison.explain_scores(records)
     if levels and not note:
@@ -115,7 +116,7 @@ def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> l
         plot("Loss", "loss", _OVERCONFIDENT, kind=Finetuning),
     ]
     names = [name for record in tuned[:1] for name in score_names(record)]
-    # The main score is drawn above. Accuracy is drawn again, since training lines have it, too.
+    # `score` is drawn above. Accuracy is drawn again: training lines have it, but no `score`.
     if names[:1] != ["accuracy"]:
         names = names[1:]
     for name in names:
@@ -145,7 +146,7 @@ def score_names(record: Record) -> list[str]:
 
 
 def _held_out(record: Record) -> list[Line]:
-    """Returns lines of evaluations and probes; adds metrics comparable on other held-out rows."""
+    """Returns lines of evaluations and probes; adds metrics comparable between different rows."""
     probes = [
         {"step": line["step"]} | {f"probe {name}": x for name, x in line["scores"].items()}
         for line in record.probes
@@ -161,10 +162,9 @@ def _held_out(record: Record) -> list[Line]:
 
 
 def _custom_metrics(line: Line) -> list[str]:
-    """Returns the names of an evaluation's metrics that come from a custom objective."""
     known = ("step", "kind", "unigram_loss", "perplexity", "rows")
     names = [name for name in line if name not in known and not losses.is_known(name)]
-    return names if len(names) > 1 else []  # `loss` alone is the loss of a known objective
+    return names if len(names) > 1 else []  # each evaluation has `loss`
 
 
 def _minimal_pairs(record: Record) -> list[Plot]:
@@ -187,7 +187,7 @@ def _minimal_pairs(record: Record) -> list[Plot]:
 
 
 def layer_plot(layer_scores: dict[str, Any]) -> Plot:
-    """Returns a plot of the result of `tools.layer_scores.score_layers`, which may be empty."""
+    """Returns a plot of the result of `tools.layer_scores.score_layers`; both may be empty."""
     curves = []
     for number, task in enumerate(layer_scores.get("tasks", ())):
         scores, guess = task["scores"], task["guess"]
@@ -206,21 +206,21 @@ def step_plots(*records: Record) -> list[Plot]:
     single, optimizer = len(records) == 1, records[0].experiment.optimizer
     clips = [(optimizer.clip_norm, "clip")] if single and optimizer.clip == "global" else []
 
-    def make_curves(kind: Literal["train", "windows"], name: str, padded: str = "") -> list[Curve]:
+    def make_curves(kind: Literal["train", "windows"], name: str, other: str = "") -> list[Curve]:
         if not single:
             return [curve(getattr(r, kind), name, r.label, i) for i, r in enumerate(records)]
-        labels = {name: "without padding", padded: "with padding"} if padded else {name: ""}
+        labels = {name: "without padding", other: "with padding"} if other else {name: ""}
         lines = getattr(records[0], kind)
         return [curve(lines, key, label, i) for i, (key, label) in enumerate(labels.items())]
 
     tokens = make_curves("windows", "real_tokens_per_second", "tokens_per_second")
-    used = make_curves("windows", "real_utilisation", "utilisation")
+    utilisation = make_curves("windows", "real_utilisation", "utilisation")
     norms, note = make_curves("train", "gradient_norm"), "Mean norm of the steps, before clipping."
     return [
         Plot("Learning rate", make_curves("train", "learning_rate")),
         Plot("Gradient norm", norms, clips, scale="log", note=note),
         Plot("Tokens per second", tokens, note="Over training steps and their waits for data."),
-        Plot("Utilisation", used, scale="percent", note=_UTILISATION),
+        Plot("Utilisation", utilisation, scale="percent", note=_UTILISATION),
     ]
 
 
@@ -242,11 +242,11 @@ def curve(
     label: str,
     colour: int = 0,
     style: str = "line",
-    error: str = "",
+    bars: str = "",
 ) -> Curve:
-    """Returns the values of a name over steps, from the lines that have it."""
+    """Returns the curve of the field `name`, from lines that have it; `bars` is that of errors."""
     lines = [line for line in lines if name in line]
-    steps, errors = [line["step"] for line in lines], [line[error] for line in lines if error]
+    steps, errors = [line["step"] for line in lines], [line[bars] for line in lines if bars]
     return Curve(steps, [line[name] for line in lines], label, colour, style, errors)
 
 

@@ -85,7 +85,6 @@ class Plot:
 def _axes(
     name: str, size: tuple[float, float] = _SIZE, grid: Literal["x", "y", ""] = ""
 ) -> Iterator[Axes]:
-    """Yields the axes of a new picture in the page's style."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
         axes = MatplotlibFigure(figsize=size, layout="constrained").add_subplot()
         if grid:

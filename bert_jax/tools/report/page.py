@@ -40,8 +40,8 @@ def write(
     """Writes the page of a run, or one that compares several.
 
     The page goes to `out`; by default into the workdir, or into the current folder if it compares
-    several runs. It is written every `every` seconds while one of the runs is running. Costs are
-    shown if there is a price, in any currency.
+    several runs. It is written every `every` seconds while one of the runs is running. With a
+    price, in any currency, costs are shown.
     """
     records = _read(workdirs)
     for record in records:
@@ -70,7 +70,7 @@ def _require_undamaged(record: Record) -> None:
     with contextlib.suppress(InputError):  # a page does not need checkpoints
         checkpoints = Checkpoints(workdir.checkpoints)
         metadata = checkpoints.metadata(checkpoints.find_step("newest"))
-    for name, tally in metadata.get("lines", {}).items():
+    for name, tally in metadata.get("lines", {}).items():  # a number of lines, and their hash
         if damage := JsonLines(workdir.root / name).find_damage(metadata["step"], tally):
             raise InputError(
                 f"{workdir.address}/{name}: {damage}; restore the whole file, or remove it to "
@@ -122,8 +122,8 @@ def render_page(
     records: list[Record], refresh: int | None = None, price_per_chip_hour: float | None = None
 ) -> str:
     """Returns the page of a run, or of several compared."""
-    root = ", ".join(str(record.workdir.address) for record in records)
-    files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
+    paths = ", ".join(str(record.workdir.address) for record in records)
+    files = f"{paths}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
     with translate_parser_errors(files):
         if len(records) > 1:
             values = _comparison_values(records)
@@ -201,17 +201,17 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
     if record.evaluation:
         for name, text in run_comparison.evaluation_texts(record, record.evaluation[-1]).items():
             yield text, name
-    if task := record.newest_line("task"):
-        yield f"{task['examples']['train']:,}", "examples to learn from"
+    if task := record.newest_prediction("task"):
+        yield f"{task['examples']['train']:,}", "training examples"
         for split, share in task["unknown"].items():
             yield percent(share), f"unknown tokens of {split}"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None and padding is not None:
         yield f"{rate:,.0f}", f"tokens per second; padding is {percent(padding)}"
-    used, real = record.recent("utilisation"), record.recent("real_utilisation")
-    if used is not None:
-        real_text = "" if real is None else f"; {percent(real)} without padding"
-        yield percent(used), f"utilisation of the devices{real_text}"
+    padded, unpadded = record.recent("utilisation"), record.recent("real_utilisation")
+    if padded is not None:
+        more = "" if unpadded is None else f"; {percent(unpadded)} without padding"
+        yield percent(padded), f"utilisation of the devices{more}"
     goodput = record.goodput
     if goodput.share is not None:
         yield percent(goodput.share), "goodput: share of all time in steps that counted"
@@ -235,12 +235,12 @@ def _evaluations(record: Record) -> PageTable | None:
 
 def _plan_table(plan: dict[str, Any]) -> PageTable:
     """Returns a row for each phase on each slice of a plan (tools.plan.report)."""
-    # The terms of `phase["seconds"]` that each column adds up.
+    # The terms of `phase["seconds"]`, see `tools.plan.estimate`, that each column adds up.
     terms = {
         "step": ("total",),
         "products": ("products",),
         "kernels": ("kernels",),
-        "memory": ("copies", "prefetch"),
+        "memory traffic": ("copies", "prefetch"),
         "other": ("other", "random_bits"),
         "links": ("issue", "collectives", "latency", "network"),
     }
@@ -267,7 +267,7 @@ def _cached_statistics(folder: epath.Path, experiment: Experiment) -> dict[str, 
 
 
 def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:
-    """Returns statistics of the corpus, made once per process, or None and the reason."""
+    """Returns (statistics of the corpus, ""), or None and the reason."""
     try:
         return _cached_statistics(workdir.corpus, experiment), ""
     except InputError as error:
@@ -309,10 +309,10 @@ def write_layers(
     layer_scores: dict[str, Any],
     attention: tuple[list[str], np.ndarray] | None,
 ) -> None:
-    """Writes W/layers.html: scores of each layer, and the attention of each head in a text.
+    """Writes layers.html: scores of each layer, and the attention of each head in a text.
 
-    `layer_scores` is the result of `tools.layer_scores.score_layers`, or empty; `attention` are the
-    tokens of a text, and float [L, H, S, S], the attention of each token to all tokens.
+    `layer_scores` is the result of `tools.layer_scores.score_layers`, or empty; `attention` is a
+    pair: a text's tokens, and float [L, H, S, S], the attention of each of them to all.
     """
     maps = None
     if attention is not None:
@@ -330,12 +330,12 @@ def write_layers(
 
 
 def table_of_layers(layer_scores: dict[str, Any]) -> PageTable:
-    """Returns a row for each task; see `tools.layer_scores.layer_record`."""
+    """Returns a row for each task; `tools.layer_scores.layer_record` explains the fields."""
     tasks = layer_scores["tasks"]
     rows = []
     for task in tasks:
         scores = [f"{value:.3f}" for value in (*task["scores"], task["guess"])]
         last = str(task["best"]), f"{task['centre']:.2f}"
-        rows.append([task["name"], task["score"], *scores, *last])
+        rows.append([task["name"], task["score"], *scores, *last])  # a name of a score, and scores
     layers = map(str, range(len(tasks[0]["scores"])))
     return PageTable(["task", "score", *layers, "guess", "best", "centre"], rows, 2)

@@ -84,5 +84,5 @@ def _environment() -> jinja2.Environment:
 
 
 def _breakable(path: str) -> markupsafe.Markup:
-    """Returns a field's name in which a narrow column may break lines only between words."""
+    """Returns a field's dotted name, in which lines may break only between words."""
     return markupsafe.Markup(re.sub(r"([._])", r"\1<wbr>", str(markupsafe.escape(path))))

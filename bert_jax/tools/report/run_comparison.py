@@ -18,7 +18,7 @@ from bert_jax.tools.report import figures, times
 from bert_jax.tools.report.render import PageTable, percent
 from bert_jax.tools.report.run_record import Line, Record
 
-# Unigram baselines of the same rows differ by a smaller share, even with different seeds.
+# Unigram baselines of the same rows differ by less than this share, even with different seeds.
 _BASELINE_TOLERANCE = 0.01
 
 # A function from steps to the amount spent up to each step.
@@ -38,36 +38,36 @@ class Axis:
     text: Callable[[float], str] = figures.format_short  # formats an amount
 
 
-def _sum_windows(amount: Callable[[Line], float]) -> Callable[[Record], _Converter | None]:
+def _integral_of(amount: Callable[[Line], float]) -> Callable[[Record], _Converter | None]:
     """Returns an `Axis.converter`; `amount` reads the mean amount of a step from a window."""
 
     def converter(record: Record) -> _Converter | None:
         try:
-            at, spent = times.cumulate(record.windows, amount, record.first_step)
-        except KeyError:  # an earlier version, or a window without steps, does not record it
+            known, spent = times.cumulate(record.windows, amount, record.first_step)
+        except KeyError:  # lines of an earlier version, and windows without steps, lack it
             return None
-        return (lambda steps: np.interp(steps, at, spent).tolist()) if len(at) > 1 else None
+        return (lambda steps: np.interp(steps, known, spent).tolist()) if len(known) > 1 else None
 
     return converter
 
 
 def _operations_converter(record: Record) -> _Converter | None:
-    """Converts steps to operations; None for a fine-tuning, whose rows have different lengths."""
+    """Returns the converter to operations; None for a fine-tuning, whose rows differ in length."""
     experiment = record.experiment
     if not isinstance(experiment, Experiment):
         return None
     model, phases, at = experiment.model, experiment.phases, [0, *experiment.ends]
     spent = [0, *itertools.accumulate(p.steps * flops.phase_flops(model, p) for p in phases)]
-    inherited = np.interp(record.first_step, at, spent)
-    return lambda steps: np.maximum(np.interp(steps, at, spent) - inherited, 0).tolist()
+    before_fork = np.interp(record.first_step, at, spent)
+    return lambda steps: np.maximum(np.interp(steps, at, spent) - before_fork, 0).tolist()
 
 
 _format_int = "{:,.0f}".format
 AXES = (
     Axis("steps", lambda record: list, _format_int),  # steps themselves, as a list
-    Axis("tokens", _sum_windows(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
-    Axis("seconds", _sum_windows(lambda x: 1 / x["steps_per_second"]), _format_int),
-    Axis("CPU seconds", _sum_windows(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _format_int),
+    Axis("tokens", _integral_of(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
+    Axis("seconds", _integral_of(lambda x: 1 / x["steps_per_second"]), _format_int),
+    Axis("CPU seconds", _integral_of(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _format_int),
     Axis("FLOPs", _operations_converter),
 )
 
@@ -77,10 +77,10 @@ AXES = (
 
 def explain_losses(records: Sequence[Record]) -> str:
     """Explains why losses of these pre-trainings are not comparable; "" if they are."""
-    trained = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
+    pretrainings = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
     newest = [record.evaluation[-1] for record in records if record.evaluation]
     baselines = [line["unigram_loss"] for line in newest if "unigram_loss" in line]
-    difference = ", ".join(_differing(map(held_out_fields, trained)))
+    difference = ", ".join(_differing(map(held_out_fields, pretrainings)))
     if not difference and baselines and max(baselines) > (1 + _BASELINE_TOLERANCE) * min(baselines):
         difference = "the text, whose unigram baselines differ"
     if not difference:
@@ -100,7 +100,7 @@ def explain_scores(records: Sequence[Record]) -> str:
         | {"validation": [*map(source_name, task.validation)]}
         for task in tasks
     )
-    # `main_score` is the setting `score`, or its default.
+    # The setting of `main_score` is called `score`.
     fields = ", ".join(f"task.{name.removeprefix('main_')}" for name in differing)
     return f"Scores are not of the same task ({fields} differ)." if fields else ""
 
@@ -108,9 +108,9 @@ def explain_scores(records: Sequence[Record]) -> str:
 def masks_differ(records: Sequence[Record]) -> bool:
     """Returns whether pre-trainings mask their training text in different ways."""
     names = ("masked_lm_prob", "final_masked_lm_prob", "mask_share", "random_share", "masking")
-    trained = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
-    fields = ({name: getattr(e.data, name) for name in names} for e in trained)
-    phases = ({"phases": {phase.masked_lm_prob for phase in e.phases}} for e in trained)
+    pretrainings = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
+    fields = ({name: getattr(e.data, name) for name in names} for e in pretrainings)
+    phases = ({"phases": {phase.masked_lm_prob for phase in e.phases}} for e in pretrainings)
     return bool(_differing(fields) or _differing(phases))
 
 
@@ -141,25 +141,26 @@ def _spent_texts(record: Record) -> dict[str, str]:
 def evaluation_texts(record: Record, line: Line) -> dict[str, str]:
     """Returns {name: formatted value} of an evaluation."""
     if isinstance(record.experiment, Finetuning):
-        _, guess = record.newest_line("task").get("guess") or (None, None)  # an answer, its score
+        _, guess = record.newest_prediction("task").get("guess") or (None, None)  # answer, score
         return {
             record.experiment.task.main_score: f"{line['score']:.4f}",
             **({} if guess is None else {"guessing": f"{guess:.4f}"}),
             "held-out loss": f"{line['loss']:.4f}",
             "examples": f"{line['examples']:,}",
         }
-    masked_lm, pairs = losses.find_task(line, losses.TOKENS), losses.find_task(line, losses.PAIRS)
-    if not masked_lm:  # a custom objective
+    token_task = losses.find_task(line, losses.TOKENS)
+    pair_task = losses.find_task(line, losses.PAIRS)
+    if not token_task:  # a custom objective
         names = [name for name in line if name not in ("step", "kind")]
         return {f"held-out {name.replace('_', ' ')}": f"{line[name]:,.4g}" for name in names}
     loss, accuracy = losses.token_metrics(line)
     texts = {
-        f"{losses.TOKENS[masked_lm]}, nat": f"{loss:.3f}",
+        f"{losses.TOKENS[token_task]}, nat": f"{loss:.3f}",
         "below unigrams": f"{line['unigram_loss'] - loss:.3f}",
         "token accuracy": percent(accuracy),
     }
-    if pairs:
-        accuracy, error = line[f"{pairs}_accuracy"], line[f"{pairs}_error"]
-        texts[losses.PAIRS[pairs]] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
-        texts["majority"] = percent(line[f"{pairs}_majority"])
+    if pair_task:
+        accuracy, error = line[f"{pair_task}_accuracy"], line[f"{pair_task}_error"]
+        texts[losses.PAIRS[pair_task]] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
+        texts["majority"] = percent(line[f"{pair_task}_majority"])
     return texts

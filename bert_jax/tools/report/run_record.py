@@ -86,11 +86,11 @@ class Record:
             layers=read_optional(workdir.layers, layer_scores.FORMAT_VERSION, _REPEAT_LAYERS),
         )
 
-    def newest_line(self, kind: str) -> Line:
+    def newest_prediction(self, kind: str) -> Line:
         """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
 
-        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.finetuning_job. `guess` of
-        its `task` is the best answer without reading the text, and the score of this answer.
+        A fine-tuning writes a `task`, and at its end `mistakes`; see tasks.finetuning_job. `guess`
+        of its `task` is the best answer without reading the text, and the score of this answer.
         """
         lines = [line for line in self.predictions if line.get("kind") == kind]
         return lines[-1] if lines else {}
@@ -99,7 +99,7 @@ class Record:
     def total_steps(self) -> int | None:
         """Steps of the whole run; None for a fine-tuning before its first start."""
         if isinstance(self.experiment, Finetuning):
-            return self.newest_line("task").get("total_steps")
+            return self.newest_prediction("task").get("total_steps")
         return self.experiment.total_steps
 
     @property
@@ -122,7 +122,7 @@ class Record:
 
     @functools.cached_property
     def windows(self) -> list[Line]:
-        """Timings of the windows of steps, in order; only the last one of repeated steps."""
+        """Timings of the windows of steps, in order; of repeated windows, only the newest."""
         by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -157,7 +157,7 @@ class Record:
 
 # --- the corpus ---
 
-# Sample sizes: enough for shares to a tenth of a percent, few enough for a corpus of any size.
+# Sample sizes: enough for shares to a tenth of a percent, and quick to read from any corpus.
 _SENTENCES = 200_000
 _TOKENS = 20_000_000
 _ROWS = 20_000
@@ -227,7 +227,7 @@ def _mixture(
 
 
 def _sample_rows(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
-    """Returns a sample of the rows of a phase's first epoch; planning all may take too long."""
+    """Returns a sample of the rows of a phase's first epoch; laying out all takes too long."""
     key, data = draws.key_of(experiment.seed, "train", phase, 0), experiment.data_of(phase)
     if data.units == "sentences":
         return sentences.plan(stream, length, key, _ROWS)
@@ -243,10 +243,10 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
     length = phase.sequence_length
     is_random = None
     if data.units == "sentences":
-        kept, untruncated = sentences.sizes(stream, rows, length)
+        kept, full_lengths = sentences.sizes(stream, rows, length)
         lengths = kept + sentences.NUM_SPECIALS
     else:
-        untruncated = rows["a_length"].astype(np.int64) + rows["b_length"]
+        full_lengths = rows["a_length"].astype(np.int64) + rows["b_length"]
         lengths = pairs.truncated_lengths(rows, length)
         kept = lengths - pairs.NUM_SPECIALS
         if data.units == "pairs":
@@ -255,14 +255,14 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
         "sequence_length": length,
         "random_next": is_random,
         "filled": float(lengths.sum() / (len(rows) * length)),
-        "truncated": float(1 - kept.sum() / untruncated.sum()),
+        "truncated": float(1 - kept.sum() / full_lengths.sum()),
     }
 
 
 def _examples(
     stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: PreparedCorpus, number: int
 ) -> list[tuple[str, list[ShownToken]]]:
-    """Returns rows spread over the sample: (label of the pair, "" without pairs; masked tokens)."""
+    """Returns rows spread over the sample: (the pair's label or "", all tokens after masking)."""
     phase, data = experiment.phases[number], experiment.data_of(number)
     first_step = sum(earlier.steps for earlier in experiment.phases[:number])
     sample = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]

@@ -1,4 +1,4 @@
-"""The use of a run's time since its first start, over all restarts, and the run's cost."""
+"""How a run has spent its time since its first start, over all restarts, and its cost."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,24 +16,24 @@ PARTS = {
     "probes": "probes",
     "checkpoint": "saving",
     "profile": "writing profiles",
-    "start": "preparing, opening, restoring",
+    "start": "preparing and opening the data, restoring the state",
     "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
-# Kinds of lines that record steps, and the parts of their time that are not training.
+# Kinds of lines that record steps (those before an end, too); parts of their time without training.
 _STEP_KINDS = ("train", "end")
 _NOT_TRAINING = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
 
 
-def account(timings: list[dict[str, Any]]) -> dict[str, float]:
+def seconds_by_part(timings: list[dict[str, Any]]) -> dict[str, float]:
     """Returns seconds of each of PARTS; together the time from the first start to the last line.
 
     Steps after the checkpoint from which a later start resumed, or to which the run rolled back,
     are lost: their time is `repeated`. The time of a killed process after its last line counts as
-    `away`; the time between the end of a run and its extension is not counted.
+    `away`; the time between a finished run and its extension is not counted.
     """
     parts = dict.fromkeys(PARTS, 0.0)
-    previous: dict[str, Any] = {"outcome": "finished"}
+    previous: dict[str, Any] = {"outcome": "finished"}  # before the first line
     for line, kept in zip(timings, _shares_kept(timings), strict=True):
         if line.get("kind") == "start":
             probe_seconds = line.get("probes_seconds", 0.0)  # before the first step
@@ -70,7 +70,7 @@ def cumulate(
     """
     steps, spent = [start], [0.0]
     for window in windows:
-        # After a resume, a window has fewer steps than lie between its line and the previous one.
+        # After a resume, a window has fewer steps than these; its mean stands for all of them.
         spent.append(spent[-1] + amount(window) * (window["step"] - steps[-1]))
         steps.append(window["step"])
     return steps, spent
@@ -85,9 +85,9 @@ class Goodput:
     process after its last line, although a bill includes it.
     """
 
-    parts: dict[str, float]  # seconds of each of PARTS (`account`)
+    parts: dict[str, float]  # seconds of each of PARTS
     chip_hours: float  # charged hours of starts with known chips
-    unpriced: tuple[str, ...]  # jax's kinds of the devices whose chips are not known
+    uncounted: tuple[str, ...]  # jax's kinds of devices with an unknown number of chips
 
     @property
     def seconds(self) -> float:
@@ -116,8 +116,8 @@ class Goodput:
         if price_per_chip_hour is not None:
             cost = self.cost(price_per_chip_hour)
             text += "; no cost" if cost is None else f", cost {cost:,.2f}"
-            if self.unpriced:
-                kinds = printable(", ".join(self.unpriced))
+            if self.uncounted:
+                kinds = printable(", ".join(self.uncounted))
                 text += f", since {kinds} has no price" if cost is None else f" without {kinds}"
         return text
 
@@ -126,22 +126,22 @@ def goodput(timings: list[dict[str, Any]]) -> Goodput:
     """Returns the parts of a run's time, and the chip hours to pay for."""
     chip_seconds = 0.0
     chips: int | None = None  # chips of the start to which a line belongs
-    unpriced: dict[str, None] = {}
+    uncounted: dict[str, None] = {}
     for line in timings:
         if line.get("kind") == "start":
             unknown = ("an unknown device", 0)
-            kind, devices = line.get("environment", {}).get("devices", unknown)
-            chips = hardware.chips(kind, devices)
+            kind, device_count = line.get("environment", {}).get("devices", unknown)
+            chips = hardware.chips(kind, device_count)
             if chips is None:
-                unpriced[kind] = None
+                uncounted[kind] = None
         if chips is not None and line.get("kind") in ("start", "train", "roll_back", "end"):
             chip_seconds += chips * line["seconds"]
-    return Goodput(account(timings), chip_seconds / 3600, tuple(unpriced))
+    return Goodput(seconds_by_part(timings), chip_seconds / 3600, tuple(uncounted))
 
 
 def _shares_kept(timings: list[dict[str, Any]]) -> list[float]:
     """Returns for each line the share of its steps that are not repeated; 0 for other lines."""
-    lowest, shares = float("inf"), []  # lowest: first step repeated by a later start or roll-back
+    lowest, shares = float("inf"), []  # lowest: step that a later start or roll-back went back to
     for line in reversed(timings):
         kept = 0.0
         if line.get("kind") in _STEP_KINDS:

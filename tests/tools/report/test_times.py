@@ -22,7 +22,7 @@ TIMINGS = [
 
 
 def test_steps_done_again_did_not_count():
-    parts = times.account(TIMINGS)
+    parts = times.seconds_by_part(TIMINGS)
     # Half of the second window was in vain.
     assert parts["repeated"] == pytest.approx(10.0)
     assert parts["training"] == pytest.approx((20 - 6) + (20 - 6) / 2 + (10 - 2) + (3 - 2))
@@ -42,7 +42,7 @@ def test_seconds_of_cpu_are_those_of_steps_that_counted():
 
 def test_probes_before_the_first_step_are_no_start():
     start = {"kind": "start", "step": 0, "time": 110.0, "seconds": 10.0, "probes_seconds": 4.0}
-    parts = times.account([start])
+    parts = times.seconds_by_part([start])
     assert (parts["start"], parts["probes"]) == (6.0, 4.0)
 
 
@@ -54,13 +54,13 @@ def test_steps_after_the_last_save_of_a_failed_run_are_done_again():
         {"kind": "start", "step": 100, "time": 190.0, "seconds": 0.0},
         window(200, 100, 290.0, 100.0),
     ]
-    parts = times.account(timings)
+    parts = times.seconds_by_part(timings)
     assert parts["training"] == 200.0 and parts["repeated"] == 90.0
 
 
 def test_writing_a_profile_is_no_training():
     timings = [TIMINGS[0], window(10, 10, 130.0, 20.0, profile_seconds=3.0)]
-    parts = times.account(timings)
+    parts = times.seconds_by_part(timings)
     assert parts["profile"] == 3.0 and parts["training"] == 17.0
 
 
@@ -82,14 +82,14 @@ def test_goodput_is_the_share_of_steps_that_counted_in_all_time():
     result = times.goodput(TIMINGS)
     assert result.seconds == pytest.approx(113.0)
     assert result.share == pytest.approx((14 + 7 + 8 + 1) / 113)
-    assert result.parts == times.account(TIMINGS)
+    assert result.parts == times.seconds_by_part(TIMINGS)
 
 
 def test_each_start_is_paid_for_on_the_chips_that_it_had():
     """8 devices of v3 are 4 chips, for 10 + 20 + 20 seconds; 16 are 8, for 6 + 10 + 3."""
     result = times.goodput(starting(("TPU v3", 8), ("TPU v3", 16)))
     assert result.chip_hours == pytest.approx((4 * 50 + 8 * 19) / 3600)
-    assert result.cost(36.0) == pytest.approx(3.52) and result.unpriced == ()
+    assert result.cost(36.0) == pytest.approx(3.52) and result.uncounted == ()
     line = result.describe(36.0)
     assert line == (
         "goodput 26.5 %: of 2 min since the first start, 30 s in steps that counted; "
@@ -116,7 +116,7 @@ def test_a_chip_is_one_device_but_two_on_v2_and_v3(kind, devices, chips):
 
 def test_a_cpu_has_no_price_and_the_line_says_so():
     result = times.goodput(starting(("cpu", 4), ("cpu", 1)))
-    assert result.chip_hours == 0 and result.cost(2.0) is None and result.unpriced == ("cpu",)
+    assert result.chip_hours == 0 and result.cost(2.0) is None and result.uncounted == ("cpu",)
     assert result.describe(2.0).endswith("in steps that counted; no cost, since cpu has no price")
     assert result.describe().endswith("in steps that counted")
 
@@ -129,7 +129,7 @@ def test_starts_without_a_price_are_named_with_the_cost_of_the_others():
 
 def test_a_start_that_does_not_name_its_devices_has_no_price():
     result = times.goodput([TIMINGS[0]])
-    assert result.cost(1.0) is None and result.unpriced == ("an unknown device",)
+    assert result.cost(1.0) is None and result.uncounted == ("an unknown device",)
 
 
 def test_a_roll_back_is_paid_for_and_was_worth_nothing():
