@@ -250,15 +250,16 @@ def cost(collective: Collective, topology: Topology, locations: Sequence[Locatio
 
 
 def _network_bytes(collective: Collective, topology: Topology) -> float:
-    """Returns the bytes that a device sends to the network in one sum over slices.
+    """Returns the bytes that a chip sends to the network in one sum over slices.
 
-    Each slice sums up one part of the array, and sends it to all slices. The rate is a chip's.
+    Each slice sums up one part of the array, and sends it to all slices. All devices of a chip do.
     """
-    return 2 * (topology.slices - 1) / topology.slices * collective.payload
+    device_bytes = 2 * (topology.slices - 1) / topology.slices * collective.payload
+    return topology.tpu.devices_per_chip * device_bytes
 
 
 def network_traffic(program: Program, topology: Topology) -> dict[str, float | None]:
-    """Returns the bytes that a device sends to the network in a step, the rate and the seconds."""
+    """Returns the bytes that a chip sends to the network in a step, the rate and the seconds."""
     rate = topology.tpu.network_bandwidth
     sends = [c for c in program.collectives if c.kind == SEND]
     size = sum(send.count * _network_bytes(send, topology) for send in sends)

@@ -6,7 +6,7 @@ import pytest
 
 from bert_jax import hardware
 from bert_jax.tools.plan import estimate, topology
-from bert_jax.tools.plan.schedule import Collective, Kernel, Program
+from bert_jax.tools.plan.schedule import SEND, Collective, Kernel, Program
 
 MB = 1_000_000
 MS = 1_500_000  # cycles of a v5e in a millisecond
@@ -249,6 +249,16 @@ def test_a_permutation_takes_as_long_as_its_slowest_pair(name, order, rate, hops
     transfer, latency = seconds(name, one)
     assert transfer == pytest.approx(90e6 / rate)
     assert latency == pytest.approx(hops * 1e-6)
+
+
+@pytest.mark.parametrize(("name", "devices_per_chip"), [("2*v6e:2x2", 1), ("2*tpu7x:2x2x1", 2)])
+def test_all_devices_of_a_chip_share_its_rate_to_other_slices(name, devices_per_chip):
+    slices = topology.parse(name)
+    one = collective(SEND, ())
+    seconds_busy = estimate.cost(one, slices, []).transfer
+    rate = slices.tpu.network_bandwidth
+    # A sum over two slices: a device sends half of the array, and half of the sum.
+    assert seconds_busy == pytest.approx(devices_per_chip * 90 * MB / rate)
 
 
 def test_both_cores_of_a_chip_send_over_the_same_link():
