@@ -1,1 +1,1 @@
-"""Launchers, which start a run on this machine or on rented ones: `python -m launch NAME`."""
+"""Launchers, which start a run on this machine or on rented ones: `bert-jax launch LAUNCHER`."""

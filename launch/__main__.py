@@ -1,4 +1,4 @@
-"""`python -m launch NAME ARGS`: starts a run in several processes, here or on rented machines.
+"""`bert-jax launch LAUNCHER ARGS`: starts a run in several processes, here or on rented machines.
 
 For rented machines, the launcher's module makes one bash script. `--dry-run` prints the script;
 otherwise it is executed after the checks of `launch.checks`.
@@ -24,8 +24,8 @@ LAUNCHERS = ("local", "gke", "tpu_vm")
 _RETRIES = 10
 # Seconds to finish dispatched steps and to save; spot machines give only half a minute.
 _GRACE = 300
-_SPOT_HELP = "cheaper machines, may be taken back"
-# A host without its TPU fails, rather than training on its CPU.
+_SPOT_HELP = "cheaper machines that may be preempted"
+# JAX raises if a listed platform is missing: a host without its TPU does not train on its CPU.
 ENVIRONMENT = {"JAX_PLATFORMS": "tpu,cpu"}
 
 
@@ -171,7 +171,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--cluster", default="", help="name of the cluster [kubectl's current context]")
     add("--zone", default="", help="the cluster's zone or region")
     add("--project", default="", help="the cluster's project")
-    add("--namespace", default="default", help="[default]")
+    add("--namespace", default="default", help="Kubernetes namespace [default]")
     account = "Kubernetes service account that may use the bucket [the namespace's default]"
     add("--service-account", default="", metavar="NAME", help=account)
     grace = f"seconds for a pod to save when it is asked to end [{_GRACE}]"
@@ -213,7 +213,7 @@ def _add_common_flags(parser: argparse.ArgumentParser, retries: int) -> None:
     add("--extend", action="store_true", help="train a finished run for more steps")
     about = f"maximum number of restarts after a preemption or the loss of a host [{retries}]"
     add("--retries", type=_number_between(int, 0, 10**6), default=retries, metavar="N", help=about)
-    about = "print all commands and files as a bash script; checks and starts nothing"
+    about = "print all commands and files as a bash script, without checking or starting anything"
     add("--dry-run", action="store_true", help=about)
 
 

@@ -15,6 +15,7 @@ from .spec import Spec, report
 # In the order in which they run: the quick ones first.
 NAMES = ("commit", "workdir", "doctor", "plan")
 
+# The checkout that has launch/ at its top; the package's folder if bert_jax is installed.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -110,8 +111,8 @@ def require_healthy_corpus(spec: Spec) -> None:
     corpus = mirror.open_workdir(spec.workdir, spec.experiment.run.corpus_dir, to_write=True).corpus
     if not storage_of(corpus).exists(corpus / COMPLETE):
         raise InputError(
-            f"{corpus}: no prepared corpus, which would cost time on rented machines; run "
-            f"`bert-jax prepare` with --workdir {spec.workdir} on another machine"
+            f"{corpus}: no prepared corpus, which takes long to make on rented machines; run "
+            f"`bert-jax prepare` with --workdir {spec.workdir} first"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.experiment.phases}))
     if doctor.print_findings(corpus_findings.examine(corpus, lengths)):

@@ -74,7 +74,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
 
 
 def _context(args: argparse.Namespace) -> list[str]:
-    """Returns the flag with the context of gcloud's get-credentials; [] for the current context."""
+    """Returns kubectl's flag for the context that gcloud made; [] for the current context."""
     cluster = (args.project, args.zone, args.cluster)
     if any(cluster) and not all(cluster):
         raise InputError("name --cluster, --zone and --project together, or none of them")

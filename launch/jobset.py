@@ -4,7 +4,7 @@ Names and meanings: JobSet's API v1alpha2 (jobset.sigs.k8s.io: failure policy, r
 exclusive placement, index of a job), Kubernetes' Jobs (pod failure policy, completion index),
 "Deploy TPU workloads in GKE" (cloud.google.com/kubernetes-engine/docs/how-to/tpus: node labels,
 google.com/tpu, spot and reservations) and "Deploy TPU Multislices in GKE" (how-to/tpu-multislice);
-variables of several slices as in GKE's manifests of Pathways and in jax's `cloud_tpu_cluster`.
+MEGASCALE_* variables as in GKE's manifests of Pathways and in jax's `cloud_tpu_cluster`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import yaml
 
 from bert_jax.errors import InputError
 
-from .spec import EXPERIMENT, FATAL, Spec, slice_names
+from .spec import EXPERIMENT_FILE, FATAL, Spec, slice_names
 
 CONTAINER = "run"
 # Name of the only group of pods; host 3 of slice 0 of NAME is the pod NAME-hosts-0-3-XXXXX.
@@ -80,7 +80,7 @@ def render_manifest(spec: Spec, pods: Pods) -> str:
         "kind": "ConfigMap",
         "metadata": metadata,
         "immutable": True,
-        "data": {EXPERIMENT: spec.config, **spec.code},
+        "data": {EXPERIMENT_FILE: spec.config, **spec.code},
     }
     objects = [config, _jobset(spec, pods, metadata)]
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True)
@@ -101,6 +101,7 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
     strategy, action = "BlockingRecreate", "RestartJobSet"
     if slices > 1:
         strategy, action = "Recreate", "RestartJob"
+    # The rule "preemption" has no condition: it applies to all other failures.
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -166,7 +167,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
 def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
     topology = spec.rented_topology
     chips = {"google.com/tpu": slice_names(topology).chips_per_host}
-    command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
+    command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT_FILE))
     prefix = _renumber_process(spec.hosts // topology.slices) if topology.slices > 1 else []
     rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return {
@@ -192,7 +193,7 @@ def _renumber_process(hosts: int) -> list[str]:
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
-    """Returns a pod's variables: with those that GKE sets, JAX could not name a missing host."""
+    """Returns a pod's variables; they replace GKE's, by which JAX could not name a missing host."""
     given = {"BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS, "BERT_JAX_CACHE_DIR": CACHE_FOLDER}
     given |= {"JAX_NUM_PROCESSES": str(spec.hosts), **spec.environment}
     variables: list[dict[str, Any]] = [
@@ -204,7 +205,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
         addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in first_hosts)
         index = f"metadata.annotations['{INDEX}']"
         variables += [
-            # The first process of each slice, by a name that all pods of the JobSet can resolve.
+            # The first process of each slice, by a name that all pods can resolve. With several
+            # slices, `bert_jax.distributed.rendezvous` splits the list.
             {"name": "JAX_COORDINATOR_ADDRESS", "value": addresses},
             {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

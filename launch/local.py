@@ -1,7 +1,7 @@
 """`python -m launch local`: a run in several processes, all on this machine.
 
-Each process has virtual CPU devices. This is a rehearsal of a pod: the processes find each other,
-share the batches, save and stop together as on many hosts. An EXPERIMENT is launched by the same
+Each process has virtual CPU devices. This rehearses a run on many hosts (a TPU pod): the processes
+find each other, share the batches, save and stop together. An EXPERIMENT is launched by the same
 spec as on rented machines; after `--` any command may follow.
 """
 
@@ -21,11 +21,11 @@ from bert_jax.errors import InputError
 from bert_jax.storage.workdir import translate_os_errors, write_atomic
 from bert_jax.tools.verify import pod
 
-from .spec import EXPERIMENT, Spec, heredoc, is_final, make_spec, report, staging_folder
+from .spec import EXPERIMENT_FILE, Spec, heredoc, is_final, make_spec, report, staging_folder
 
 
 def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
-    """Runs a command, or the experiment of the flags, which restarts after a loss of a process.
+    """Runs `command`, or trains args.experiment, and restarts it if a process is lost.
 
     Returns:
       The exit code: 0 finished; 75 stopped on request; else that of the process that failed first,
@@ -46,13 +46,13 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
         retries=args.retries,
     )
     spec = dataclasses.replace(spec, workdir=spec.workdir or f"runs/{spec.experiment.name}")
-    file = staging_folder(spec.name) / EXPERIMENT
+    file = staging_folder(spec.name) / EXPERIMENT_FILE
     if args.dry_run:
         print("\n".join(_script(spec, file, args)))
         return errors.FINISHED
     with translate_os_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
+        for name, text in {EXPERIMENT_FILE: spec.config, **spec.code}.items():
             write_atomic(epath.Path(file.with_name(name)), text)
     retries = spec.retries
     while True:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
 
 
 def _run_pod(command: Sequence[str], args: argparse.Namespace) -> pod.PodResult:
-    """Runs a command in a pod; `bert-jax` runs in this interpreter, whatever is on the path."""
+    """Runs a command in all processes; `bert-jax` runs in this interpreter."""
     if command[0] == "bert-jax":
         command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]
     elif shutil.which(command[0]) is None:
@@ -85,7 +85,7 @@ def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterato
     yield f"# config sha256 {spec.sha256}."
     yield "set -eu"
     yield shlex.join(["mkdir", "-p", os.fspath(file.parent)])
-    for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
+    for name, text in {EXPERIMENT_FILE: spec.config, **spec.code}.items():
         yield from heredoc(file.with_name(name), text)
     names = ("processes", "devices_per_process", "slices", "arrive_within", "hang_after")
     flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names)

@@ -1,7 +1,7 @@
 """The spec of a launch, the names of TPU slices at Cloud TPU and GKE, and the final exit codes.
 
 A launcher runs the command of a `Spec` once per host, with its environment, in a folder that holds
-the experiment's file EXPERIMENT. How the processes find each other is up to the launcher.
+the experiment's file EXPERIMENT_FILE. How the processes find each other is up to the launcher.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # not at run time: it imports jax, which would delay `launch 
     from bert_jax.tools.plan.topology import Topology
 
 # Name of the resolved experiment's file, in the folder in which the command runs.
-EXPERIMENT = "experiment.json"
+EXPERIMENT_FILE = "experiment.json"
 
 # Cloud TPU allows 63 characters; the names of a cluster's pods also hold numbers.
 _MAX_NAME_LENGTH = 40
@@ -38,15 +38,15 @@ class Spec:
 
     name: str  # of the rented resources: lower case, digits and hyphens
     experiment: Experiment  # resolved
-    config: str  # the experiment as JSON, the text of the file EXPERIMENT
+    config: str  # the experiment as JSON, the text of the file EXPERIMENT_FILE
     sha256: str  # of `config`, in hexadecimal
     workdir: str  # a path that all hosts see
-    topology: "Topology | None"  # the slice that the run uses; None: this machine
+    topology: "Topology | None"  # all slices of the run; None: this machine
     hosts: int  # of all slices; each runs one process
     extend: bool  # whether a finished run may train more steps
     environment: Mapping[str, str]  # variables of each process
     retries: int  # maximum number of restarts after a preemption or the loss of a host
-    # {name: text} of the files of a custom objective or encoder, next to EXPERIMENT.
+    # {name: text} of the files of a custom objective or encoder, next to EXPERIMENT_FILE.
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -55,12 +55,12 @@ class Spec:
         assert self.topology is not None
         return self.topology
 
-    def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
+    def command(self, experiment: str = EXPERIMENT_FILE) -> tuple[str, ...]:
         """Returns the command of each host; custom code is in the folder of `experiment`."""
-        command, code = "extend" if self.extend else "pretrain", ()
+        command, code_flags = "extend" if self.extend else "pretrain", ()
         for name in self.code:
-            code += ("--code", os.path.join(os.path.dirname(experiment), name))
-        return ("bert-jax", command, experiment, "--workdir", self.workdir, *code)
+            code_flags += ("--code", os.path.join(os.path.dirname(experiment), name))
+        return ("bert-jax", command, experiment, "--workdir", self.workdir, *code_flags)
 
 
 def make_spec(
@@ -170,17 +170,17 @@ class _Generation(NamedTuple):
     single_host: tuple[str, str] = ("", "")  # their label and machine type, if different
 
 
-_CHIPS_A_HOST = 4
-_V3_HOST, _HOST_CHIPS = ("tpu-v3-device", "ct3-hightpu"), (1, 4, 8)
+_CHIPS_PER_HOST = 4
+_V3_HOST, _SINGLE_HOST_CHIPS = ("tpu-v3-device", "ct3-hightpu"), (1, 4, 8)
 _V5E, _V6E = ("tpu-v5-lite-podslice", "ct5lp-hightpu"), ("tpu-v6e-slice", "ct6e-standard")
 
 _GENERATIONS = {
     "v2": _Generation("v2", 2),
     "v3": _Generation("v3", 2, "tpu-v3-slice", "ct3p-hightpu", single_host=_V3_HOST),
     "v4": _Generation("v4", 2, "tpu-v4-podslice", "ct4p-hightpu"),
-    "v5e": _Generation("v5litepod", 1, *_V5E, "v2-alpha-tpuv5-lite", _HOST_CHIPS),
+    "v5e": _Generation("v5litepod", 1, *_V5E, "v2-alpha-tpuv5-lite", _SINGLE_HOST_CHIPS),
     "v5p": _Generation("v5p", 2, "tpu-v5p-slice", "ct5p-hightpu", "v2-alpha-tpuv5"),
-    "v6e": _Generation("v6e", 1, *_V6E, "v2-alpha-tpuv6e", _HOST_CHIPS),
+    "v6e": _Generation("v6e", 1, *_V6E, "v2-alpha-tpuv6e", _SINGLE_HOST_CHIPS),
     "tpu7x": _Generation("tpu7x", 2, "tpu7x", "tpu7x-standard", runtime=""),
 }
 
@@ -203,7 +203,7 @@ def slice_names(topology: "Topology") -> SliceNames:
     name, _, shape = topology.slice_name.partition(":")
     generation, chips = _GENERATIONS[name], topology.chips // topology.slices
     is_single = chips in generation.single_host_chips
-    chips_per_host = chips if is_single else _CHIPS_A_HOST
+    chips_per_host = chips if is_single else _CHIPS_PER_HOST
     label, machine = generation.gke, generation.machine
     if is_single and generation.single_host[0]:
         label, machine = generation.single_host

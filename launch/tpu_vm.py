@@ -3,8 +3,8 @@
 The script consists of lines that set what to rent and write the files for hosts, followed by
 `launch/tpu_vm.sh`. It builds a wheel of the current commit, requests the machines, starts the run
 on all hosts, shows the log of the first host, restarts on new machines after a preemption, and
-always deletes the machines at the end. On each host, JAX finds the other hosts by the machine's
-metadata (`bert_jax.distributed.peers`).
+deletes the machines at the end, unless --keep is given. On each host, JAX finds the other hosts by
+the machine's metadata (`bert_jax.distributed.peers`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ import bert_jax
 from bert_jax.errors import InputError
 
 from . import checks
-from .spec import EXPERIMENT, FATAL, Spec, heredoc, slice_names, staging_folder
+from .spec import EXPERIMENT_FILE, FATAL, Spec, heredoc, slice_names, staging_folder
 
 # The part of the script that is the same in every launch; the scripts of hosts follow below.
 _BODY = pathlib.Path(__file__).with_suffix(".sh")
@@ -63,7 +63,7 @@ exit 1
 """
 # JAX's coordinator listens only on the address inside the network.
 _RUN = """\
-# Runs the command and writes its exit code to run.exit, at the latest when this shell ends.
+# Runs the command, and writes its exit code to run.exit when it ends.
 cd "$(dirname "$0")"
 {environment}
 address="$(curl -sf -H 'Metadata-Flavor: Google' \\
@@ -86,7 +86,7 @@ cd "$(dirname "$0")"
 code=134
 kill -0 "$(cat run.pid)" 2>/dev/null && code=running
 [ -f run.exit ] && code="$(cat run.exit)"
-# After a request to stop, 75 is no preemption: no new machines must be rented.
+# After a request to stop, 75 is not a preemption, so no new machines may be rented.
 [ "$code" = 75 ] && [ -f run.asked ] && code=130
 echo "bert-jax-run $code"
 """
@@ -105,7 +105,7 @@ def host_files(spec: Spec) -> dict[str, str]:
     values = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     environment = f"export {' '.join(values)}" if values else "# no variables"
     return {
-        EXPERIMENT: spec.config,
+        EXPERIMENT_FILE: spec.config,
         **spec.code,
         "install.sh": _INSTALL,
         "start.sh": _START,

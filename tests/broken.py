@@ -1,4 +1,4 @@
-"""A finished run to break, the command in this process, and what it leaves on the disk."""
+"""Helpers: a finished run, the command in this process, a list of files, damage to files."""
 
 import contextlib
 import dataclasses
@@ -28,15 +28,15 @@ def finished_run(folder: pathlib.Path) -> pathlib.Path:
 
 
 def asked(command: str | list[str], *more: object, stdin: bytes = b"") -> tuple[int, str, str]:
-    """Runs `bert-jax COMMAND` here: its exit code, standard output and standard error."""
+    """Runs `bert-jax COMMAND` here; returns its exit code, standard output and standard error."""
     words = shlex.split(command) if isinstance(command, str) else command
     out, err, before = io.TextIOWrapper(io.BytesIO()), io.StringIO(), sys.stdin
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.main([*words, *map(str, more)])
-    except SystemExit as left:  # as argparse leaves
-        code = left.code
+    except SystemExit as error:  # how argparse exits
+        code = error.code
     finally:
         sys.stdin = before
     out.flush()
@@ -44,13 +44,13 @@ def asked(command: str | list[str], *more: object, stdin: bytes = b"") -> tuple[
 
 
 def call(command: str | list[str], stdin: bytes = b"") -> tuple[int, str]:
-    """The same, without the output."""
+    """Runs a command; returns its exit code and standard error."""
     code, _, err = asked(command, stdin=stdin)
     return code, err
 
 
 def said(command: str | list[str], *more: object, stdin: bytes = b"") -> str:
-    """What a command that works prints."""
+    """Runs a command that must succeed; returns its standard output."""
     code, out, err = asked(command, *more, stdin=stdin)
     assert code == 0, err
     return out
@@ -95,43 +95,39 @@ class Case:
 
 
 def refuses(case: Case) -> None:
-    """Asserts that the command fails as it should, in the current folder."""
+    """Asserts that the command fails as it should, and changes no file of the current folder."""
     case.breaks()
     before = tree(pathlib.Path("."))
     fails(case.command, *case.words, stdin=case.stdin)
     assert tree(pathlib.Path(".")) == before
 
 
-# --- what may be broken ---
+# --- damage: each function returns an action, to be called later ---
 
 
 # A run and a corpus that are not there yet.
 NEW = "small.py --workdir new --set run.corpus_dir="
 
 
-def path(name: str) -> pathlib.Path:
-    return pathlib.Path(name)
-
-
 def write(name: str, content: str | bytes) -> Callable[[], object]:
     data = content.encode() if isinstance(content, str) else content
-    return lambda: path(name).write_bytes(data)
+    return lambda: pathlib.Path(name).write_bytes(data)
 
 
 def replace(name: str, old: str, new: str) -> Callable[[], object]:
     def edit():
-        text = path(name).read_text()
+        text = pathlib.Path(name).read_text()
         assert old in text
-        path(name).write_text(text.replace(old, new))
+        pathlib.Path(name).write_text(text.replace(old, new))
 
     return edit
 
 
 def corrupt(pattern: str, start: float = 0.4, count: int = 40) -> Callable[[], object]:
-    """Overwrites bytes in the middle of every file that matches."""
+    """Returns an action that overwrites bytes in the middle of every file that matches."""
 
     def edit():
-        found = [p for p in path(".").glob(pattern) if p.is_file()]
+        found = [p for p in pathlib.Path(".").glob(pattern) if p.is_file()]
         assert found, pattern
         for file in found:
             data = bytearray(file.read_bytes())
@@ -144,7 +140,7 @@ def corrupt(pattern: str, start: float = 0.4, count: int = 40) -> Callable[[], o
 
 def shorten(pattern: str, share: float = 0.5) -> Callable[[], object]:
     def edit():
-        found = [p for p in path(".").glob(pattern) if p.is_file()]
+        found = [p for p in pathlib.Path(".").glob(pattern) if p.is_file()]
         assert found, pattern
         for file in found:
             os.truncate(file, int(file.stat().st_size * share))
@@ -154,36 +150,37 @@ def shorten(pattern: str, share: float = 0.5) -> Callable[[], object]:
 
 def remove(name: str) -> Callable[[], object]:
     def edit():
-        shutil.rmtree(name) if path(name).is_dir() else path(name).unlink()
+        shutil.rmtree(name) if pathlib.Path(name).is_dir() else pathlib.Path(name).unlink()
 
     return edit
 
 
 def texts(*contents: str | bytes) -> Callable[[], object]:
-    """Other text, a file each."""
+    """Returns an action that replaces the text by these, one per file."""
 
     def edit():
         shutil.rmtree("text")
-        path("text").mkdir()
+        pathlib.Path("text").mkdir()
         for number, content in enumerate(contents):
             data = content.encode() if isinstance(content, str) else content
-            path(f"text/{number:02}.txt").write_bytes(data)
+            pathlib.Path(f"text/{number:02}.txt").write_bytes(data)
 
     return edit
 
 
 def change_json(name: str, change: Callable[[dict], object]) -> Callable[[], object]:
-    """Another value in a JSON file, with a checksum that is right if there was one."""
+    """Returns an action that changes a JSON file, and the checksum if it has one."""
 
     def edit():
-        value = json.loads(path(name).read_text())
+        file = pathlib.Path(name)
+        value = json.loads(file.read_text())
         change(value)
-        path(name).write_text(json.dumps(with_checksum(value) if "checksum" in value else value))
+        file.write_text(json.dumps(with_checksum(value) if "checksum" in value else value))
 
     return edit
 
 
 def other_vocabulary():
     """Another vocabulary of the same size."""
-    lines = path("vocab.txt").read_text().split("\n")
-    path("vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:-1]), ""]))
+    lines = pathlib.Path("vocab.txt").read_text().split("\n")
+    pathlib.Path("vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:-1]), ""]))

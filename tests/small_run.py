@@ -106,7 +106,7 @@ def command(
     )
 
 
-def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
+def run_bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`."""
     return command("-m", "bert_jax.cli", *args, **options)
 

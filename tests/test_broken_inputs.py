@@ -1,6 +1,7 @@
 """Every mistake costs ten seconds: one line that says what and where, and nothing left behind."""
 
 import os
+from pathlib import Path
 
 import pytest
 from broken import (
@@ -9,7 +10,6 @@ from broken import (
     call,
     change_json,
     other_vocabulary,
-    path,
     refuses,
     remove,
     replace,
@@ -19,8 +19,8 @@ from broken import (
 
 
 def edit_lines(name, change):
-    lines = path(name).read_text().splitlines(keepends=True)
-    path(name).write_text("".join(change(lines)))
+    lines = Path(name).read_text().splitlines(keepends=True)
+    Path(name).write_text("".join(change(lines)))
 
 
 # What one test of a reader proves stands with the reader; here is one case of each way in.
@@ -28,10 +28,10 @@ TEXT = [
     Case("a pipe", f"prepare {NEW} --set corpus.sources=text:pipe",
          ("text:pipe", "not a regular file"), lambda: os.mkfifo("pipe")),
     Case("a corpus folder of something else", f"prepare {NEW}thesis", ("thesis", "holds a.tex"),
-         lambda: (path("thesis").mkdir(), path("thesis/a.tex").write_text("mine"))),
+         lambda: (Path("thesis").mkdir(), Path("thesis/a.tex").write_text("mine"))),
     Case("text that has changed since", "pretrain small.py --workdir run",
          ("text/all.txt has changed since", "remove corpus"),
-         lambda: path("text/all.txt").open("a").write("wa .\n")),
+         lambda: edit_lines("text/all.txt", lambda lines: [*lines, "wa .\n"])),
 ]  # fmt: skip
 
 TOKENIZERS = [
@@ -74,7 +74,7 @@ RUNS = [
          ("extend", "20 steps", "22")),
     Case("a workdir of something else", "pretrain small.py --workdir thesis",
          ("thesis", "holds other files", "--workdir"),
-         lambda: (path("thesis").mkdir(), path("thesis/a.tex").write_text("mine"))),
+         lambda: (Path("thesis").mkdir(), Path("thesis/a.tex").write_text("mine"))),
     Case("no checkpoint yet", "evaluate --workdir run", ("run/checkpoints", "no checkpoint yet"),
          remove("run/checkpoints")),
     Case("checkpoints whose arrays are cut short", "pretrain small.py --workdir run",
@@ -113,8 +113,8 @@ def test_a_mistake_is_named_in_one_line_and_leaves_nothing_behind(case, copy_of_
 
 @pytest.mark.long
 def test_a_run_whose_lines_were_removed_goes_on_without_and_what_a_kill_left_goes(copy_of_run):
-    path("run/metrics.jsonl").unlink()
-    path("run/.metrics.jsonl.4711.tmp").write_text("half a line")
-    path("run/.mine.tmp").write_text("")
+    Path("run/metrics.jsonl").unlink()
+    Path("run/.metrics.jsonl.4711.tmp").write_text("half a line")
+    Path("run/.mine.tmp").write_text("")
     assert call("pretrain small.py --workdir run") == (0, "")
-    assert not path("run/.metrics.jsonl.4711.tmp").exists() and path("run/.mine.tmp").exists()
+    assert not Path("run/.metrics.jsonl.4711.tmp").exists() and Path("run/.mine.tmp").exists()

@@ -1,4 +1,4 @@
-"""Commands on runs and corpora in buckets: a server in memory, asked by the real clients."""
+"""Commands on runs and corpora in buckets: an in-memory server, and the real clients."""
 
 import collections
 import importlib.util
@@ -15,7 +15,7 @@ import pytest
 from broken import call, fails
 from etils import epath
 from fake_gcs import Fault
-from small_run import bert_jax, killed
+from small_run import killed, run_bert_jax
 
 from bert_jax import config
 from bert_jax.data import corpus, plans
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FOLDER = epath.Path("gs://bucket/run")
-THERE = f"--workdir {FOLDER} --set run.corpus_dir=gs://bucket/corpus"
+IN_BUCKET = f"--workdir {FOLDER} --set run.corpus_dir=gs://bucket/corpus"
 FEW = "--set phases.0.steps=3 --set phases.1.steps=1"
 
 
@@ -38,22 +38,22 @@ FEW = "--set phases.0.steps=3 --set phases.1.steps=1"
 
 
 @pytest.mark.long
-def test_a_run_is_killed_and_goes_on_on_another_machine_with_the_bytes_of_a_local_one(
+def test_a_killed_run_resumes_on_another_machine_and_equals_a_local_run(
     objects, copy_of_run, tmp_path, monkeypatch
 ):
-    assert call(f"prepare small.py {THERE}") == (0, "")
-    dead = killed(15, signal.SIGKILL, "pretrain", "small.py", *THERE.split(), devices=4)
-    assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+    assert call(f"prepare small.py {IN_BUCKET}") == (0, "")
+    result = killed(15, signal.SIGKILL, "pretrain", "small.py", *IN_BUCKET.split(), devices=4)
+    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
     saved = {name.split("/")[2] for name in objects.files("run/checkpoints/")}
-    # The newest as if the kill had come while it was being written.
+    # Makes the newest look as if the kill had come while it was being written.
     newest = max(map(int, saved))
     assert newest > min(map(int, saved))
     objects.delete(f"run/checkpoints/{newest}/commit_success.txt", {})
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "another machine"))
-    done = bert_jax("pretrain", "small.py", *THERE.split(), devices=4)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"resume: from step" in done.stdout
-    assert f"resume: from step {newest}\n".encode() not in done.stdout
+    result = run_bert_jax("pretrain", "small.py", *IN_BUCKET.split(), devices=4)
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"resume: from step" in result.stdout
+    assert f"resume: from step {newest}\n".encode() not in result.stdout
 
     for name in ("metrics.jsonl", "predictions.jsonl"):
         assert objects.files("run/")[f"run/{name}"] == pathlib.Path("run", name).read_bytes()
@@ -68,7 +68,7 @@ def assert_damage_is_put_aside(objects):
     content = bytearray(objects.files()[name])
     content[len(content) // 2] ^= 1
     objects.put(name, bytes(content), {})
-    assert call(f"pretrain small.py {THERE}") == (0, "")
+    assert call(f"pretrain small.py {IN_BUCKET}") == (0, "")
     assert objects.files("run/checkpoints/damaged-22/") and objects.files(newest)
     ours = objects.files("run/")["run/metrics.jsonl"]
     assert ours == pathlib.Path("run/metrics.jsonl").read_bytes()
@@ -83,14 +83,14 @@ def assert_can_be_read(objects, tmp_path):
         f"doctor {FOLDER}",
         f"export --workdir {FOLDER} --as masked_lm --out {tmp_path / 'exported'}",
         f"import {FOLDER} --workdir {tmp_path / 'base'}",
-        f"prepare small.py {THERE} --verify",
+        f"prepare small.py {IN_BUCKET} --verify",
     ):
         assert call(words) == (0, ""), words
     assert b"finished" in objects.files("run/")["run/report.html"]
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
-def test_a_start_asks_few_questions(objects, remote, monkeypatch):
+def test_a_start_sends_few_requests(objects, remote, monkeypatch):
     monkeypatch.setattr(fake_gcs, "_PAGE", 1000)
     for path in pathlib.Path("run").rglob("*"):
         if path.is_file() and path.name != "lock":
@@ -98,7 +98,7 @@ def test_a_start_asks_few_questions(objects, remote, monkeypatch):
     for step in (16, 20, 22):
         objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
     objects.requests.clear()
-    assert call(f"pretrain small.py {THERE}") == (0, "")  # restores, and finds that it is finished
+    assert call(f"pretrain small.py {IN_BUCKET}") == (0, "")  # restores, and finds it finished
     assert len(objects.requests) <= 100, collections.Counter(objects.requests).most_common(20)
     assert any(name.endswith("manifest.ocdbt") for name, _ in objects.requests)  # it was restored
 
@@ -112,7 +112,7 @@ def test_checkpoints_that_lost_their_commit_files_are_named_and_nothing_is_begun
 
     def start(place, settings=""):
         monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / place))
-        return call(f"pretrain small.py {THERE} --set run.keep_checkpoints=2 {settings}")
+        return call(f"pretrain small.py {IN_BUCKET} --set run.keep_checkpoints=2 {settings}")
 
     def files():
         return {n: data for n, data in objects.files("run/").items() if not n.endswith("OWNER")}
@@ -141,24 +141,22 @@ def test_checkpoints_that_lost_their_commit_files_are_named_and_nothing_is_begun
 
 
 @pytest.mark.long
-def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
-    objects, copy_of_run, remote, monkeypatch
-):
-    """With what it could not send."""
+def test_a_long_outage_ends_a_run_which_resumes_later(objects, copy_of_run, remote, monkeypatch):
+    """On resuming, it sends what it could not send."""
     save = trainer.Trainer._save
 
     def away(self, *args):
         if self.state.done == 8:
             monkeypatch.setattr(retry, "GIVE_UP", 0.1)
-            # Checkpoints are Orbax's own matter.
+            # No fault for checkpoints: Orbax writes them, with retries of its own.
             objects.fault = lambda method, name, kind: None if "checkpoints" in name else Fault(503)
         save(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_save", away)
-        fails(f"pretrain small.py {THERE}", "gs://bucket/run/", "out of reach", code=74)
+        fails(f"pretrain small.py {IN_BUCKET}", "gs://bucket/run/", "out of reach", code=74)
     objects.reset_faults()
-    assert call(f"pretrain small.py {THERE}") == (0, "")
+    assert call(f"pretrain small.py {IN_BUCKET}") == (0, "")
     ours = objects.files()["run/metrics.jsonl"]
     assert ours == pathlib.Path("run/metrics.jsonl").read_bytes()
     timings = [json.loads(line) for line in objects.files()["run/timings.jsonl"].splitlines()]
@@ -176,7 +174,7 @@ def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remot
         save(self, *args)
 
     monkeypatch.setattr(trainer.Trainer, "_save", taken)
-    fails(f"pretrain small.py {THERE}", "gs://bucket/run: was taken over by process")
+    fails(f"pretrain small.py {IN_BUCKET}", "gs://bucket/run: was taken over by process")
     assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"4"}
 
 
@@ -187,23 +185,21 @@ def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
 
 @pytest.mark.long
 def test_a_run_is_forked_into_a_bucket_and_out_of_it(objects, copy_of_run, remote, monkeypatch):
-    assert call(f"fork run/checkpoints/20 small.py {THERE}") == (0, "")
+    assert call(f"fork run/checkpoints/20 small.py {IN_BUCKET}") == (0, "")
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(copy_of_run / "another machine"))
-    fails(f"fork run/checkpoints/16 small.py {THERE}", str(FOLDER))
-    assert call(f"fork run/checkpoints/20 small.py {THERE}") == (0, "")
+    fails(f"fork run/checkpoints/16 small.py {IN_BUCKET}", str(FOLDER))
+    assert call(f"fork run/checkpoints/20 small.py {IN_BUCKET}") == (0, "")
     assert call(f"fork {FOLDER}/checkpoints/20 --workdir back") == (0, "")
     lines = [pathlib.Path(name, "metrics.jsonl").read_bytes() for name in ("run", "back")]
     assert lines[0] == lines[1] == objects.files("run/")["run/metrics.jsonl"]
 
 
 @pytest.mark.long
-def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
-    objects, copy_of_run, remote
-):
-    """And a trace and a plan are sent."""
+def test_rights_on_objects_suffice_to_train(objects, copy_of_run, remote):
+    """To save, to remove old checkpoints, and to send a trace and a plan."""
     objects.role = "objectUser"
     more = "--set run.checkpoint_every=1 --set run.keep_checkpoints=2 --set run.profile_steps=1,2"
-    assert call(f"pretrain small.py {THERE} {FEW} {more}") == (0, "")
+    assert call(f"pretrain small.py {IN_BUCKET} {FEW} {more}") == (0, "")
     assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"3", "4"}
     assert not [request for request in objects.requests if request[1] == "bucket"]
     folder = "run/profile/plugins/profile/steps_2_to_2/"
@@ -215,7 +211,7 @@ def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
 
 # --- What cannot be reached ---
 
-READERS = [
+COMMANDS = [
     f"pretrain small.py --workdir {FOLDER}",
     f"report {FOLDER}",
     f"predict --workdir {FOLDER} wa",
@@ -223,7 +219,7 @@ READERS = [
 
 
 def test_a_bucket_that_may_not_be_used_is_named_in_one_line(objects, copy_of_run, monkeypatch):
-    for words in READERS:
+    for words in COMMANDS:
         words += " --set run.corpus_dir=" if "small.py" in words else ""
         objects.reset_faults()
         objects.fault = lambda *_: Fault(403)
@@ -234,7 +230,7 @@ def test_a_bucket_that_may_not_be_used_is_named_in_one_line(objects, copy_of_run
         objects.exists = True
         buckets._granted.clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    fails(READERS[0], "bert-jax[gcs]")
+    fails(COMMANDS[0], "bert-jax[gcs]")
 
 
 def test_a_command_reports_a_bucket_that_does_not_answer(objects, copy_of_run, monkeypatch):
@@ -246,7 +242,7 @@ def test_a_command_reports_a_bucket_that_does_not_answer(objects, copy_of_run, m
     assert re.match(r"gs://bucket/run.*: out of reach \(.*\); trying again\n", err)
 
 
-def test_places_that_are_none_are_fails(objects, copy_of_run):
+def test_invalid_locations_are_refused(objects, copy_of_run):
     for where, named in (
         ("--workdir gs://", "gs://BUCKET/FOLDER"),
         ("--workdir gs:///run", "gs://BUCKET/FOLDER"),
@@ -255,7 +251,7 @@ def test_places_that_are_none_are_fails(objects, copy_of_run):
         ("--workdir new --set init_from=gs://bucket/out", "gs://bucket/out"),
     ):
         fails(f"pretrain small.py {where}", named)
-    # What lies on this machine alone.
+    # Exports and bases must be local.
     fails("export --workdir run --as encoder --out gs://bucket/out", "gs://bucket/out")
     fails("import run --workdir gs://bucket/out", "gs://bucket/out")
     fails("predict --workdir gs://bucket/nothing wa", "gs://bucket/nothing: no run here")
@@ -277,7 +273,7 @@ def remote(objects, copy_of_run):
     return pathlib.Path(copy)
 
 
-def test_a_copy_is_made_once_without_the_dataset_and_is_the_local_corpus(objects, remote):
+def test_a_corpus_is_copied_once_without_the_dataset_and_byte_for_byte(objects, remote):
     shutil.rmtree(remote)  # as on another host
     assert call(SHOW) == (0, "")
     assert not (remote / "dataset").exists()
@@ -299,10 +295,10 @@ def test_a_damaged_copy_is_mended(remote):
         assert path.read_bytes() == whole
 
 
-def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
+def test_a_fresh_host_that_resumes_in_a_later_epoch_does_not_plan_the_first(
     objects, remote, monkeypatch, tmp_path
 ):
-    """One host sends with the corpus how many rows first plans have; another one fetches it."""
+    """One host uploads the row counts of first epochs with the corpus; another downloads them."""
     experiment = config.load("small.py")
 
     def rows(uploads_counts):
@@ -317,8 +313,8 @@ def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
     assert rows(uploads_counts=False) == counted
 
 
-def test_counts_that_cannot_be_sent_cost_nothing(objects, monkeypatch):
-    monkeypatch.setattr(plans, "_BUCKET_SECONDS", 0.05)
+def test_row_counts_that_cannot_be_uploaded_are_skipped(objects, monkeypatch):
+    monkeypatch.setattr(plans, "_BUCKET_SECONDS", 0.05)  # a time limit
     objects.fault = lambda method, name, kind: Fault(503) if kind == "write" else None
     plans.add_counts(epath.Path("gs://bucket/corpus/plans.json"), {"a": 1})
     assert not objects.files()
@@ -328,8 +324,8 @@ def test_counts_that_cannot_be_sent_cost_nothing(objects, monkeypatch):
     assert plans.read_counts(epath.Path("gs://bucket/corpus/plans.json")) == {"a": 1, "b": 1}
 
 
-def test_a_corpus_removed_from_its_bucket_is_made_again_and_another_ones_copy_goes(objects, remote):
-    """This host's copy has no dataset any more."""
+def test_a_corpus_removed_from_its_bucket_is_made_again_and_stale_copies_go(objects, remote):
+    """This host's copy cannot restore it, as it keeps no dataset."""
     before = objects.files()
     for more in ("", " --set corpus.validation_share=0.4"):
         for path in objects.files():
@@ -364,7 +360,7 @@ def test_a_prepare_that_fails_while_sending_goes_on_and_loses_nothing(
     assert not again  # below tokenizer, dataset and stream
 
 
-def test_what_another_prepare_has_left_unfinished_goes_and_what_is_none_stays(objects, copy_of_run):
+def test_leftovers_of_an_unfinished_prepare_go_and_other_files_stay(objects, copy_of_run):
     objects.put("corpus/dataset/old", b"x", {})
     fails(PREPARE, "gs://bucket/corpus: holds dataset")
     objects.put("corpus/OWNER", b"x", {})

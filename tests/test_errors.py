@@ -8,7 +8,7 @@ import socket
 
 import pytest
 from broken import call, fails, tree
-from small_run import bert_jax
+from small_run import run_bert_jax
 
 from bert_jax import config
 from bert_jax.errors import InputError
@@ -42,7 +42,7 @@ def test_nothing_but_the_line_reaches_standard_error(copy_of_run):
         if file.is_file() and "metadata" not in file.name.lower():
             os.truncate(file, 10)
     before = tree(copy_of_run)
-    done = bert_jax("evaluate", "--workdir", "run", devices=4)
+    done = run_bert_jax("evaluate", "--workdir", "run", devices=4)
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1, done.stderr
     assert b"run/checkpoints/22: damaged" in done.stderr
     assert tree(copy_of_run) == before
@@ -52,7 +52,7 @@ def test_nothing_but_the_line_reaches_standard_error(copy_of_run):
 def test_a_device_that_is_not_there_is_named(copy_of_run):
     before = tree(copy_of_run)
     new = ("--workdir", "new", "--set", "run.corpus_dir=")
-    done = bert_jax("pretrain", "small.py", *new, devices=4, JAX_PLATFORMS="none")
+    done = run_bert_jax("pretrain", "small.py", *new, devices=4, JAX_PLATFORMS="none")
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1, done.stderr
     assert b"JAX_PLATFORMS=none: " in done.stderr and b"JAX_PLATFORMS=cpu" in done.stderr
     assert tree(copy_of_run) == before
@@ -62,7 +62,7 @@ def test_output_to_a_full_disk_is_named(copy_of_run):
     if not pathlib.Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     with open("/dev/full", "w") as full:
-        done = bert_jax("config", "small.py", devices=4, stdout=full)
+        done = run_bert_jax("config", "small.py", devices=4, stdout=full)
     assert (done.returncode, done.stderr.count(b"\n")) == (74, 1)
     assert b"standard output: No space left on device" in done.stderr
 
@@ -74,7 +74,7 @@ def test_a_terminal_without_unicode_shows_escapes(copy_of_run):
     new = ("--workdir", "new", "--set", "run.corpus_dir=", "--set", "corpus.case=cased")
     assert call(f"prepare {shlex.join(new)} small.py")[0] == 0
     words = ("show", "small.py", *new, "--rows", "8")
-    done = bert_jax(*words, devices=4, PYTHONIOENCODING="ascii")
+    done = run_bert_jax(*words, devices=4, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"") and b"\\xe9" in done.stdout
 
 

@@ -69,7 +69,7 @@ def _summary(name: str, command: Command) -> str:
 
 
 def _program_parser() -> Parser:
-    """Returns the parser of the options before COMMAND."""
+    """Returns the parser of the options before COMMAND; its help lists all exit codes."""
     parser = Parser("bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_EXIT_CODES)
     lines = ["commands (`bert-jax COMMAND --help` describes one):"]
     for title, commands in GROUPS.items():
@@ -155,7 +155,7 @@ def _run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the encoding may be ASCII
     prepare_process()
-    retry.control.reset(report=functools.partial(print, file=sys.stderr))
+    retry.control.reset(report=functools.partial(print, file=sys.stderr))  # shows retries
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):
@@ -164,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         if code_file:
             allow_code_file(code_file)
         if getattr(args, "base", None):
-            args.base = hub.fetch_base(args.base)
+            args.base = hub.fetch_base(args.base)  # downloads a hub model
         exit_code = args.command.run(args)
         if code_file and exit_code == FINISHED and not was_used(code_file):
             print(
@@ -191,7 +191,7 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = errors.DiskFull
-            # The package's own writes name their file: without one, standard output failed.
+            # Our own writes set error.filename; if it is None, standard output failed.
             if error.filename is None:
                 error.filename = "standard output"
                 _drop_output()

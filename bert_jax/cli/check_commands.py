@@ -87,11 +87,11 @@ def plan(args: argparse.Namespace) -> int:
     mode = "search" if args.search else "plan"
     path = epath.Path(args.out) if args.out else None
     if args.workdir:
-        workdir = mirror.open_workdir(args.workdir, to_write=True)
+        workdir = mirror.open_workdir(args.workdir, to_write=True)  # downloads nothing
         workdir.require_run_or_empty()
-        path = workdir.address / "plan.json"
+        path = workdir.address / "plan.json"  # in the bucket, if W is in one
     if path is not None:
-        require_no_special_file(path)
+        require_no_special_file(path)  # a device or a pipe
     plan = report.make_plan(experiment, slices, mode, args.price_per_chip_hour)
     for line in report.lines(plan):
         print_now(line)
@@ -142,8 +142,8 @@ def verify_resume(args: argparse.Namespace) -> int:
 )
 def conformance(args: argparse.Namespace) -> int:
     """Checks that bert-jax makes the data, losses and updates that google-research/bert makes."""
-    names_experiment = args.experiment or args.workdir or args.set
-    experiment = resolve_experiment(args) if names_experiment else None
+    has_experiment = args.experiment or args.workdir or args.set
+    experiment = resolve_experiment(args) if has_experiment else None
     from bert_jax.tools.conformance import checklist
 
     return FINISHED if checklist.check_rules(experiment) else FAILED

@@ -36,8 +36,8 @@ COMMANDS = CommandTable()
     Argument(
         "--prune-vocabulary",
         metavar="TEXT",
-        help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
-        "does not use are removed",
+        help="a file or folder of text, or KIND:PATH as in corpus.sources; tokens that "
+        "this text does not use are removed",
         dest="pruning_text",
     ),
     Argument("--vocabulary", dest="pruning_text", help=argparse.SUPPRESS),  # an earlier name
@@ -75,9 +75,9 @@ def import_base(args: argparse.Namespace) -> int:
         args.tokenizer,
         print_now,
         content="with_moments" if args.with_optimizer else "params",
-        text=args.pruning_text or "",
+        text=args.pruning_text or "",  # a path or a source
         limit=args.keep,
-        words=args.add or "",
+        words=args.add or "",  # the path of a file
     )
     return FINISHED
 
@@ -147,8 +147,8 @@ def export(args: argparse.Namespace) -> int:
 
     steps = sorted(Checkpoints(run.checkpoints).steps)
     if not steps:
-        raise InputError(f"--all-checkpoints: {args.workdir} has no checkpoints; it must be a run")
-    with copies.new_folder(out) as folder:
+        raise InputError(f"--all-checkpoints: requires a run; {args.workdir} has no checkpoints")
+    with copies.new_folder(out) as folder:  # becomes `out` when it is complete
         for step in steps:
             args.checkpoint = str(step)
             _export(run, args, folder / f"step-{step}")
@@ -163,7 +163,7 @@ def _export(run: Workdir, args: argparse.Namespace, folder: epath.Path) -> None:
     model = load_model(run, args)
     from bert_jax.interop import exporting
 
-    architecture = exporting.export(model, folder, args.form, args.dtype, args.push or "")
+    architecture = exporting.export(model, folder, args.form, args.dtype, address=args.push or "")
     prefix = "adapter for " if args.form == "adapter" else ""
     print_now(
         f"exported {printable(model.name)}, step {model.step}: {prefix}{architecture}, "

@@ -12,9 +12,9 @@ from etils import epath
 from bert_jax import config
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
+    load_experiment_and_run,
     load_model,
     load_saved_experiment,
-    open_run,
     open_run_or_base,
     print_now,
     read_input_lines,
@@ -123,7 +123,7 @@ def _is_finished(experiment: Experiment | Finetuning, metadata: dict[str, Any]) 
 
     if isinstance(experiment, Experiment):
         return metadata["step"] == experiment.total_steps
-    is_last = metadata["step"] == metadata["notes"]["total_steps"]
+    is_last = metadata["step"] == metadata["notes"]["total_steps"]  # notes: saved by the job
     return is_last or should_stop_early(metadata.get("held_out", []), experiment.patience)
 
 
@@ -164,7 +164,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.task:
         return _evaluate_tasks(args)
     reject_flags(args, ("--also", "--from", *shared.COLUMN_FLAGS), "requires --task")
-    experiment, run = open_run(args)
+    experiment, run = load_experiment_and_run(args)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
     from bert_jax.running.environment import enable_compilation_cache
@@ -183,7 +183,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     runs = {path: open_run_or_base(path) for path in (args.workdir, *args.also)}
     for run in runs.values():
         reject_flags_unless_finetuned(run, args)
-    from bert_jax.tasks import probes
+    from bert_jax.tasks import probes  # score tasks of every kind
 
     columns = shared.column_fields(args)
     tasks = probes.Probes(args.task, max_pairs=None, where="--task", fields=columns)
@@ -295,13 +295,13 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
         finetuning = load_saved_experiment(saved_run, args.set, Finetuning)
         lines = batch_text.show(finetuning, args.step, args.rows)
         return itertools.chain(config.notes_on_settings(finetuning), lines)
-    experiment, run = open_run(args)
+    experiment, run = load_experiment_and_run(args)
     require_corpus(run)
     from bert_jax.pretraining import row_text
     from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 
     saved_experiment = workdir.load_experiment(run) if run.experiment.exists() else experiment
-    if changed := config.differences(saved_experiment, experiment, "identity"):
+    if changed := config.differences(saved_experiment, experiment, "identity"):  # fixed in a run
         raise InputError(
             f"--workdir {run.address}: the run was started with other settings "
             f"({'; '.join(changed)}); to show the run, remove EXPERIMENT and --set; to show your "

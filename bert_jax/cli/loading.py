@@ -21,8 +21,8 @@ if typing.TYPE_CHECKING:
 T = typing.TypeVar("T", bound=Section)
 
 
-def open_named_run(path: str | None) -> Workdir:
-    """Opens the workdir that --workdir names, to read it; raises InputError if it names none."""
+def open_required_workdir(path: str | None) -> Workdir:
+    """Opens `path`, the argument of --workdir, for reading; raises InputError if it is missing."""
     if not path:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     return mirror.open_workdir(path)
@@ -37,13 +37,13 @@ def resolve_experiment(args: argparse.Namespace) -> Experiment:
     """Returns EXPERIMENT, else the experiment saved in --workdir, with --set applied."""
     if args.experiment is not None:
         return config.override(config.load(args.experiment), args.set)
-    return load_saved_experiment(open_named_run(args.workdir), args.set, Experiment)
+    return load_saved_experiment(open_required_workdir(args.workdir), args.set, Experiment)
 
 
-def open_run(args: argparse.Namespace) -> tuple[Experiment, Workdir]:
+def load_experiment_and_run(args: argparse.Namespace) -> tuple[Experiment, Workdir]:
     """Returns the experiment (see `resolve_experiment`) and its workdir, opened for reading."""
     if args.experiment is None:
-        run = open_named_run(args.workdir)
+        run = open_required_workdir(args.workdir)
         experiment = load_saved_experiment(run, args.set, Experiment)
         return experiment, run.with_corpus(experiment.run.corpus_dir)
     experiment = resolve_experiment(args)
@@ -57,7 +57,7 @@ def workdir_path(experiment: Experiment, path: str | None) -> str:
 
 
 def open_run_or_base(path: str) -> Workdir:
-    """Opens a run, a base or a hub model, without importing jax; raises InputError without one."""
+    """Opens a run, base or hub model, without importing jax; raises InputError if there is none."""
     run = mirror.open_workdir(hub.fetch_base(path))
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
         workdir.load_experiment(run)  # raises unless it is a pre-training run

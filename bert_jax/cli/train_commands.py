@@ -8,9 +8,9 @@ from typing import Any
 from bert_jax import config, system
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
+    load_experiment_and_run,
     load_saved_experiment,
-    open_named_run,
-    open_run,
+    open_required_workdir,
     print_now,
     resolve_experiment,
     workdir_path,
@@ -78,7 +78,7 @@ def prepare(args: argparse.Namespace) -> int:
     manifest = corpus.prepare(
         experiment.corpus, vocab_size, workdir.corpus, print_now, workers, args.beam
     )
-    corpus.require_rows(workdir.corpus, experiment)
+    corpus.require_rows(workdir.corpus, experiment)  # at least one for each phase
     if args.verify:
         corpus.verify(workdir.corpus)
         print_now(f"corpus: all files of {workdir.corpus} match their recorded checksums")
@@ -115,11 +115,11 @@ def extend(args: argparse.Namespace) -> int:
 
 
 def _pretrain(args: argparse.Namespace, may_extend: bool) -> int:
-    system.use_one_memory_pool()
+    system.use_one_memory_pool()  # of malloc, before threads start
     origin, fork_point = None, None
     if args.experiment is None:
         # Resumes the run in --workdir, or starts a fork that has no checkpoint yet.
-        experiment, run = open_run(args)
+        experiment, run = load_experiment_and_run(args)
         from bert_jax.checkpoints.fork import find_pending_fork
 
         fork_point = find_pending_fork(run)
@@ -160,7 +160,7 @@ def _train(
     "auto",
     "choose an experiment for a text, this machine and a number of hours, and pre-train it",
     Argument(
-        "text", metavar="TEXT", help="a file or folder of text, or a source as in corpus.sources"
+        "text", metavar="TEXT", help="a file or folder of text, or KIND:PATH as in corpus.sources"
     ),
     Argument(
         "--hours",
@@ -172,8 +172,8 @@ def _train(
     Argument(
         "--language",
         metavar="CODE",
-        help="language of the text, as in corpus.language: its rules split sentences, and English "
-        "is lower-cased [assumed from the script; en for Latin letters]",
+        help="language of the text, as in corpus.language: decides how sentences are split and "
+        "whether text is lower-cased [guessed from its letters; en for Latin letters]",
     ),
     Argument(
         "--base",
@@ -208,12 +208,12 @@ def train_auto(args: argparse.Namespace) -> int:
     workdir = mirror.open_workdir(path, to_write=True)
     workdir.require_run_or_empty()
     from bert_jax.tools import auto
-    from bert_jax.tools.compare.budget import MeasurementEnded
+    from bert_jax.tools.compare.budget import MeasurementInterrupted
 
     request = auto.Request(args.text, args.hours, args.base, settings)
     try:
         choice = auto.choose_experiment(request, workdir, progress)
-    except MeasurementEnded as error:
+    except MeasurementInterrupted as error:
         (outcome,) = error.args
         hint = "; run the same command again" if outcome == "stopped" else ""
         progress.report(f"auto: {outcome} while the speed was measured{hint}")
@@ -262,7 +262,7 @@ def fork(args: argparse.Namespace) -> int:
 def decay(args: argparse.Namespace) -> int:
     """Trains a new run that decays the learning rate from a checkpoint of another one."""
     system.use_one_memory_pool()
-    from bert_jax.checkpoints.fork import plan_decay
+    from bert_jax.checkpoints.fork import plan_decay  # plans the same if the decay has begun
 
     experiment, origin, fork_point = plan_decay(args.checkpoint, args.experiment, args.set)
     return _train(experiment, args.workdir, origin, fork_point)
@@ -339,7 +339,7 @@ def benchmark(args: argparse.Namespace) -> int:
     from bert_jax.tools.benchmark.suite_runs import Benchmark
 
     progress = make_progress()
-    tasks = suite_files.check_suite(suite, args.data, args.set)
+    tasks = suite_files.load_tasks(suite, args.data, args.set)
     folder = Workdir(args.out or f"runs/{suite.name}").root
     count, devices = args.side_by_side, system.accelerator_count()
     if devices % count:
@@ -410,7 +410,7 @@ def finetune(args: argparse.Namespace) -> int:
     if args.sweep:
         if args.taskfile is None:
             raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
-        _task_fields_of_flags(args)  # raises InputError for these flags
+        _task_fields_of_flags(args)  # raises InputError if one of its flags is set
         from bert_jax.tools.compare import sweep
 
         members = sweep.members(args.taskfile, args.set, args.sweep)
@@ -435,7 +435,7 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if task or not args.workdir:
         return config.finetuning_of(task, args.workdir, args.set)
-    return load_saved_experiment(open_named_run(args.workdir), args.set, Finetuning), None
+    return load_saved_experiment(open_required_workdir(args.workdir), args.set, Finetuning), None
 
 
 def _task_fields_of_flags(args: argparse.Namespace) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def predict(args: argparse.Namespace) -> int:
 def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
-    from bert_jax.tasks.finetuned_model import TaskModel
+    from bert_jax.tasks.finetuned_model import TaskModel  # encoder and task head
 
     if args.texts and (args.source or args.score):
         raise InputError("TEXTS: cannot be combined with --source or --score; remove TEXTS")
@@ -148,7 +148,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
             print(f"  [MASK] {position}: {words}")
         if not answer.masks and answer.is_next is None:
             print("  nothing to predict: write [MASK] in the text, or give a second text")
-        if answer.is_next is not None:
+        if answer.is_next is not None:  # a probability
             print(f"  B follows A: {answer.is_next:.3f}")
     if warning := unknown_share.warning("the text"):
         print(warning, file=sys.stderr)

@@ -57,7 +57,7 @@ _PREVIEW_CHARACTERS = 200  # `search` prints at most this many characters of a t
     Argument(
         "--role",
         help="role of the texts, for an encoder with a prompt for each role [document]",
-        # "text" is the former name of the role.
+        # "document" was formerly called "text".
         type=lambda word: "document" if word == "text" else word,
         choices=("document", "query"),
         default="document",
@@ -96,7 +96,7 @@ def _load_embedder(
     from bert_jax.embeddings import embed
     from bert_jax.training import mesh as mesh_lib
 
-    features = embed.VectorOptions(
+    options = embed.VectorOptions(
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,
@@ -105,7 +105,7 @@ def _load_embedder(
     )
     model = load_model(run, args)
     mesh = mesh_lib.make_mesh(Parallelism())
-    return model, embed.Embedder(model, features, mesh, args.max_length, args.batch_tokens)
+    return model, embed.Embedder(model, options, mesh, args.max_length, args.batch_tokens)
 
 
 @COMMANDS.add(
@@ -263,7 +263,7 @@ def mine(args: argparse.Namespace) -> int:
     from bert_jax.text import line_reader
 
     pairs = []
-    source = source_of("PAIRS", "similar", args.pairs)
+    source = source_of(flag="PAIRS", kind="similar", file=args.pairs)
     columns = args.query, args.positive
     for where, cells in formats.read_columns(source, "first_line", columns):
         query, positive = (
@@ -373,7 +373,7 @@ def serve(args: argparse.Namespace) -> int:
     limits = endpoints.Limits(
         args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_windows
     )
-    with service.bind_socket(args.host, args.port) as listener:
+    with service.bind_socket(args.host, args.port) as bound_socket:
         enable_compilation_cache()
         task_model = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
         if task_model is not None and not task_model.task.spec.makes_vectors:
@@ -387,5 +387,5 @@ def serve(args: argparse.Namespace) -> int:
                     "with dense ones; use `bert-jax search`, or choose a --pooling"
                 )
             endpoint = endpoints.EmbedEndpoint(model.name, embedder)
-        service.serve(endpoint, listener, limits, print_now)
+        service.serve(endpoint, bound_socket, limits, print_now)
     return FINISHED

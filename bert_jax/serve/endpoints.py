@@ -35,7 +35,7 @@ class Limits:
     # Maximum time from the start of a request to its answer, and maximum time for which a
     # connection may be silent or leave its response unread.
     seconds: float = 30.0
-    # Maximum rows of an example, and rows after which a turn takes no more items. A small model
+    # Maximum rows of an example, and rows after which a batch takes no more items. A small model
     # computes 128 rows of 512 tokens in seconds on a CPU.
     rows: int = 128
 
@@ -84,7 +84,7 @@ class EmbedEndpoint:
         return [(prefix + text, 1 + len(text) // _ROW_CHARACTERS) for (text,) in examples]
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
-        """Returns the vector of each text, float32 [W], and its number of tokens."""
+        """Returns the vector, float32 [W], and token count of each text, which has its prefix."""
         parts = list(self._embedder.embed_lines((("input", item) for item in items), "prompted"))
         vectors = np.concatenate([part.vectors for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
@@ -93,7 +93,7 @@ class EmbedEndpoint:
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
         """Yields JSON: the `embedding` of each text, as numbers or bytes, and the tokens used.
 
-        `dimensions` selects the first numbers, which are scaled to length 1 if vectors are.
+        `dimensions` truncates vectors, and scales them to length 1 if whole vectors have length 1.
         """
         form, size = body.get("encoding_format"), body.get("dimensions")
         if size is not None:
@@ -165,7 +165,7 @@ def _list_json(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
 def _vector_json(vector: np.ndarray, form: str | None) -> str:
     """Returns float32 [W] as JSON: its bytes in base64, or numbers with nine digits.
 
-    Nine digits restore the same bits, also by way of float64 (IEEE 754-2008, section 5.12.2).
+    Nine digits restore the same bits, even if parsed as float64 (IEEE 754-2008, section 5.12.2).
     """
     if form == "base64":
         return f'"{base64.b64encode(vector.astype("<f4").data).decode()}"'

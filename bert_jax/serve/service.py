@@ -3,8 +3,8 @@
     POST /v1/embeddings   in OpenAI's format, for a run or a base
     POST /predict         for a fine-tuned run
     GET  /v1/models       the name of the model
-    GET  /health          200; 503 while a turn takes longer than the time limit of an answer. The
-                          server listens once all programs are compiled.
+    GET  /health          200; 503 while a batch takes longer than --timeout. The server listens
+                          once all programs are compiled.
     GET  /metrics         Prometheus text
 
 An event loop receives requests, and one thread computes their items (texts or examples) in batches,
@@ -61,7 +61,7 @@ class Service:
         max_bytes = limits.bytes + _MAX_BYTES
         self._capacity = {"requests": limits.requests, "rows": _MAX_ROWS, "bytes": max_bytes}
         self.answered = collections.Counter[int]()  # requests by HTTP status
-        self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
+        self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)  # left: clients
         self._bucket_counts, self._total_seconds = [0] * (len(_BUCKETS) + 1), 0.0
         self._turn_began = math.inf  # on the monotonic clock; infinite between turns
         self._created = int(time.time())
@@ -124,7 +124,7 @@ class Service:
             self._bucket_counts[bisect.bisect_left(_BUCKETS, seconds)] += 1
             answer = self._endpoint.answer(body, results)
             return StreamingResponse(answer, media_type="application/json")
-        except InputError as error:  # outputs are not finite, or memory is exhausted
+        except InputError as error:  # from `compute`: not finite, or out of memory
             problem = RequestError(500, str(error))
         except TimeoutError:
             problem = RequestError(408, "the body did not arrive in time")
@@ -267,7 +267,7 @@ class Service:
 
 
 def _is_fault(result: Any) -> bool:
-    """Returns whether a result is an internal error rather than an error of the item."""
+    """Returns whether a result is an internal error, not an InputError about the item."""
     return isinstance(result, Exception) and not isinstance(result, InputError)
 
 
@@ -282,7 +282,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Starts the periodic check."""
         super().connection_made(transport)
-        self._last_cycle, self._unread_bytes, self._has_read = None, 0, False
+        self._last_cycle, self._unread_bytes, self._client_has_read = None, 0, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._check)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -292,18 +292,18 @@ class _Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         """Records that the client has read some of the response."""
-        self._has_read = True
+        self._client_has_read = True
         super().resume_writing()
 
     def _check(self) -> None:
         """Closes the connection if it has been idle or stuck since the last check."""
         unread = self.transport.get_write_buffer_size()
         idle = not unread and (self.cycle is None or self.cycle.response_complete)
-        stuck = 0 < self._unread_bytes <= unread and not self._has_read  # the client reads nothing
+        stuck = 0 < self._unread_bytes <= unread and not self._client_has_read
         if self.cycle is self._last_cycle and (idle or stuck):
             self.transport.abort()  # close() would wait for the client to read
             return
-        self._last_cycle, self._unread_bytes, self._has_read = self.cycle, unread, False
+        self._last_cycle, self._unread_bytes, self._client_has_read = self.cycle, unread, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._check)
 
 
@@ -331,7 +331,7 @@ def make_server(service: Service, seconds: float) -> uvicorn.Server:
         service.app,
         loop="asyncio",
         http=_Connection,
-        limit_concurrency=2 * service.limits.requests + 1,  # it also counts the new request
+        limit_concurrency=2 * service.limits.requests + 1,  # counts idle ones and the new one
         ws="none",
         lifespan="on",
         log_config=None,

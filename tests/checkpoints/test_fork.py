@@ -1,7 +1,7 @@
 """Runs that begin with another's checkpoint.
 
-A decay that branches off a stable run is the run that would have decayed there anyway. A fork goes
-on from there with other settings, and with the rows that were not seen.
+A decay from a checkpoint of a stable run equals a run whose schedule decays at that step. A fork
+continues from a checkpoint with other settings, and with the rows that were not seen.
 """
 
 import json
@@ -30,7 +30,7 @@ from bert_jax.tools.verify.faults import Fault, Plan
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
 STABLE = ("optimizer.schedule=wsd", "run.keep_checkpoints=9", "run.log_every=2")
 DECAY = ("optimizer.decay_steps=4", "phases.1.steps=6")  # from step 16 on, to 20
-FOUR = ("phases.0.steps=2", "phases.1.steps=2", "optimizer.warmup_steps=1")  # so many steps
+FOUR = ("phases.0.steps=2", "phases.1.steps=2", "optimizer.warmup_steps=1")  # a run of four steps
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def runs(tmp_path_factory):
 
 
 def branch(folder, workdir, *options, step=16, run="stable"):
-    """The command."""
+    """The arguments of `decay` from a checkpoint."""
     words = f"decay --workdir {workdir} {folder}/{run}/checkpoints/{step}"
     return [*words.split(), "--set", "optimizer.decay_steps=4", *options]
 
 
 @pytest.mark.long
-def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
+def test_a_decay_is_bit_identical_to_a_run_that_decays_there(runs, tmp_path):
     assert pretrain(runs / "small.py", runs / "decayed", *STABLE, *DECAY)[0] == "finished"
     assert call(branch(runs, tmp_path / "w")) == (0, "")
     assert_same_run(tmp_path / "w", runs / "decayed")
@@ -57,7 +57,7 @@ def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     lines = (tmp_path / "w" / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line).get("learning_rate") for line in lines]
     assert rates.count(None) < len(rates) and min(filter(None, rates)) < 0.004
-    # It is a run like any other: it needs the stable one no more, and says what it came from.
+    # It is a run like any other: it no longer needs the stable one, and records its source.
     first = json.loads((tmp_path / "w" / "timings.jsonl").read_text().splitlines()[0])
     assert first["branch"] == f"{runs}/stable/checkpoints/16"
     assert (tmp_path / "w" / "checkpoints" / "16").exists()
@@ -75,30 +75,30 @@ def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
         *(("decay", step, 1 <= step <= 3) for step in (0, 1, 3, 4)),
     ],
 )
-def test_at_which_steps_a_branch_may_begin(command, step, fits, tmp_path, monkeypatch):
-    """A run of four steps; a decay of its last one for a decay, none yet done for a fork."""
+def test_at_which_steps_a_fork_or_decay_may_begin(command, step, fits, tmp_path, monkeypatch):
+    """A run of four steps: a fork begins before its end, a decay where the rate is at its peak."""
     decay = "optimizer.decay_steps=1"
     experiment = config.override(config.load(str(write_text(tmp_path))), [*STABLE, *FOUR, decay])
-    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda branch: (experiment, ""))
-    begun = fork_lib.ForkPoint(Workdir(tmp_path), step, command)
+    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda self: (experiment, "no checksum"))
+    fork_point = fork_lib.ForkPoint(Workdir(tmp_path), step, command)
     if fits:
-        begun.require_compatible(experiment)
+        fork_point.require_compatible(experiment)
     else:
         with pytest.raises(InputError, match=f"{command} .*checkpoints/{step}"):
-            begun.require_compatible(experiment)
+            fork_point.require_compatible(experiment)
 
 
 # --- forks ---
 
 
 def fork(folder, workdir, *settings, step=8, run="stable"):
-    """The command."""
+    """The arguments of `fork` from a checkpoint."""
     changed = [word for setting in settings for word in ("--set", setting)]
     return ["fork", f"{folder}/{run}/checkpoints/{step}", "--workdir", f"{workdir}", *changed]
 
 
-def forked(folder, run, step, *settings, file=None):
-    """What a fork would compute, without computing it."""
+def planned_fork(folder, run, step, *settings, file=None):
+    """The experiment that a fork would train."""
     place = f"{folder}/{run}/checkpoints/{step}"
     return fork_lib.plan_fork(place, file, settings, Workdir(folder / "not there"))[0]
 
@@ -115,7 +115,7 @@ def rows_of(experiment, first, last):
 
 
 @pytest.mark.long
-def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy_of_run):
+def test_a_fork_with_the_same_settings_ends_bit_identical_to_the_run(copy_of_run):
     assert call(fork(".", "w", step=16, run="run")) == (0, "")
     one, other = copy_of_run / "w", copy_of_run / "run"
     assert_identical(final_state(one), final_state(other))
@@ -126,18 +126,18 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy
     assert fork_record(Workdir(one)) == record != {}
 
 
-def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
-    half = forked(copy_of_run, "run", 16, "phases.1.batch_size=2")
+def test_other_batch_sizes_continue_at_the_rows_that_were_not_seen(copy_of_run):
+    half = planned_fork(copy_of_run, "run", 16, "phases.1.batch_size=2")
     assert rows_of(half, 16, 18) == [(1, row) for row in range(8, 12)]
-    # The same text is known wherever it lies now, and by whatever name its vocabulary is called.
+    # The same text is recognized after it has moved, and with its vocabulary at another path.
     (copy_of_run / "text").rename(copy_of_run / "moved")
     moved = f"corpus.sources=text:{copy_of_run}/moved"
     for setting in (moved, f"corpus.tokenizer={copy_of_run}/corpus/tokenizer"):
-        assert forked(copy_of_run, "run", 16, setting).phases[1].row_offset == 0
+        assert planned_fork(copy_of_run, "run", 16, setting).phases[1].row_offset == 0
     (copy_of_run / "moved" / "more.txt").write_text("wa wb .\n")
-    assert forked(copy_of_run, "run", 16, moved).phases[1].row_offset == -8
+    assert planned_fork(copy_of_run, "run", 16, moved).phases[1].row_offset == -8  # from row 0
     # Another seed has other rows, of which none was seen.
-    other = forked(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
+    other = planned_fork(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
     assert rows_of(other, 16, 18) == [(1, row) for row in range(4)]
 
 
@@ -145,14 +145,14 @@ def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
 def test_a_fork_of_a_fork_skips_the_rows_of_both(file, copy_of_run, monkeypatch):
     """Whether or not the experiment that is given holds the row offset of the first fork."""
     small = config.load("small.py")
-    # The run saw the rows 0 to 7 of the second phase, the fork that left it at step 16 8 to 15.
+    # The run saw rows 0 to 7 of the second phase; its fork at step 16 saw rows 8 to 15.
     first = config.override(small, ["phases.1.batch_size=2", "phases.1.row_offset=4"])
     assert rows_of(first, 16, 20) == [(1, row) for row in range(8, 16)]
     (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
-    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda branch: (first, ""))
-    second = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", file=file)
+    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda self: (first, "no checksum"))
+    second = planned_fork(copy_of_run, "run", 20, "phases.1.batch_size=4", file=file)
     assert rows_of(second, 20, 22) == [(1, row) for row in range(16, 24)]
-    other = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", "seed=1", file=file)
+    other = planned_fork(copy_of_run, "run", 20, "phases.1.batch_size=4", "seed=1", file=file)
     assert rows_of(other, 20, 22) == [(1, row) for row in range(8)]
 
 
@@ -169,13 +169,13 @@ def test_a_fork_that_is_resumed_keeps_its_rows(file, copy_of_run, monkeypatch):
 @pytest.mark.long
 @pytest.mark.nightly
 def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_path):
-    """Also in a phase that was done and is on again."""
+    """Also if a longer first phase makes it current again."""
     sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
     shorter = (*sizes, "phases.0.steps=18", "phases.1.steps=2", "optimizer.b1=0.8")
     assert call(fork(runs, tmp_path / "one", *shorter)) == (0, "")
     one = config.from_json((tmp_path / "one" / "experiment.json").read_text(), "experiment")
     longer = ("phases.0.steps=21", "phases.1.steps=8", "phases.0.batch_size=16")
-    two = forked(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
+    two = planned_fork(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
     stable = config.override(config.load(str(runs / "small.py")), STABLE)
     seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
     for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
@@ -184,7 +184,7 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
 
 @pytest.mark.long
 def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
-    """Nor is it what its settings give from step 0, of whose rows there are none."""
+    """Its settings cannot train from step 0, where its row offset would be negative."""
     settings = "phases.0.batch_size=16", "phases.1.steps=4"
     assert call(fork(runs, tmp_path / "one", *settings)) == (0, "")
     assert call(branch(tmp_path, tmp_path / "two", run="one")) == (0, "")
@@ -204,21 +204,21 @@ def test_another_optimizer_begins_with_fresh_moments(runs, tmp_path):
 
 
 @pytest.mark.long
-def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, tmp_path):
+def test_a_killed_fork_needs_its_parent_run_until_its_first_save(runs, tmp_path):
     shutil.copytree(runs / "stable", tmp_path / "stable")
     settings = "phases.0.batch_size=4", "optimizer.name=lamb", "name=x"
-    alone, begin = (fork(tmp_path, tmp_path / name, *settings) for name in ("alone", "w"))
-    assert call(alone) == (0, "")
-    first = Plan(Fault("save", signal.SIGKILL, 8, part=1))
-    dead = command("-m", "bert_jax.tools.verify.child", first.to_json(), *begin)
+    undisturbed, disturbed = (fork(tmp_path, tmp_path / name, *settings) for name in ("alone", "w"))
+    assert call(undisturbed) == (0, "")
+    plan = Plan(Fault("save", signal.SIGKILL, 8, part=1))  # once one of its files exists
+    result = command("-m", "bert_jax.tools.verify.child", plan.to_json(), *disturbed)
     assert (
-        dead.returncode == -signal.SIGKILL and not (tmp_path / "w" / "checkpoints" / "8").exists()
+        result.returncode == -signal.SIGKILL and not (tmp_path / "w" / "checkpoints" / "8").exists()
     )
     # Its own settings say where it begins.
     again = ["pretrain", "--workdir", f"{tmp_path}/w"]
     assert killed(13, signal.SIGKILL, *again).returncode == -signal.SIGKILL
     shutil.rmtree(tmp_path / "stable")
-    assert call(begin) == (0, "")
+    assert call(disturbed) == (0, "")
     assert_same_run(tmp_path / "w", tmp_path / "alone")
 
 
@@ -238,7 +238,7 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
         (fork, ("corpus.tokenizer=train",), 8, ["corpus.tokenizer", "corpus/tokenizer"]),
     ],
 )
-def test_what_cannot_begin_there_is_one_line_and_leaves_nothing(
+def test_an_invalid_start_fails_with_one_line_and_creates_nothing(
     runs, tmp_path, begin, options, step, words
 ):
     fails(begin(runs, tmp_path / "w", *options, step=step), *words)
@@ -258,8 +258,8 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     assert not (tmp_path / "w").exists()
 
 
-def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, monkeypatch):
-    """Before its first save, after which a run with other settings is refused there."""
+def test_a_new_run_removes_the_record_of_a_fork_that_never_saved(copy_of_run, monkeypatch):
+    """After the first save of a fork, its workdir refuses a run with other settings."""
     monkeypatch.setattr(Saver, "require_space", Mock(side_effect=Unavailable("at once")))
     assert call(fork(".", "w", step=16, run="run"))[0] == 74
     assert fork_record(Workdir(copy_of_run / "w"))
@@ -267,8 +267,8 @@ def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, mo
     assert not fork_record(Workdir(copy_of_run / "w"))
 
 
-def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
-    """Trackers would send them, and then not its own, while the checkpoint is being read."""
+def test_a_fork_copies_no_metrics_of_later_steps(copy_of_run):
+    """Trackers would send them during the restore, and later skip the fork's own lines."""
     (copy_of_run / "w").mkdir()
     workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
     fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
@@ -278,7 +278,7 @@ def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
 
 @pytest.mark.long
 def test_a_run_with_another_schedule_decays_in_a_fork(copy_of_run):
-    """By the flags that the refusal of `decay` names."""
+    """With the flags that the error message of `decay` suggests."""
     flags = "run/checkpoints/16 --workdir w --set optimizer.decay_steps=3"
     message = fails(f"decay {flags}", "optimizer.schedule=wsd", "bert-jax fork")
     assert not Path("w").exists()

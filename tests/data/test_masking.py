@@ -1,4 +1,4 @@
-"""Masks: which, whole words, spans. Their number and kinds: `tools.conformance.data_rules`."""
+"""Which positions are masked; `tools.conformance.data_rules` checks their number and kinds."""
 
 import numpy as np
 from hypothesis import given
@@ -8,7 +8,7 @@ from bert_jax.data import draws, masking
 
 PAD, CLS, SEP, MASK, FIRST = 0, 2, 3, 4, 5
 VOCAB = 60
-# Every third piece goes on a word.
+# Every third piece is a continuation (##).
 CONTINUES = (np.arange(VOCAB) % 3 == 0) & (np.arange(VOCAB) >= FIRST)
 SEQUENCE = 64
 
@@ -35,22 +35,22 @@ def mask(input_ids, lengths, units="piece", seed=0, width=9, **policy):
     return masking.mask(
         masking.Rows(input_ids, text, (a + b + 3)[:, 0]),
         draws.CounterDraws((7, seed), np.arange(len(input_ids))),
-        masking.HELD_OUT._replace(unit=units, **policy),
+        masking.HELD_OUT._replace(unit=units, **policy),  # has the paper's shares
         width,
-        masking.Ids(0, CLS, SEP, MASK, VOCAB, CONTINUES),
+        masking.Ids(pad=PAD, cls=CLS, sep=SEP, mask=MASK, vocab_size=VOCAB, continues=CONTINUES),
     )
 
 
-def wanted(a, b, most=9):
+def prediction_count(a, b, max_predictions=9):
     """Number to predict, as the reference writes it; round() is half to even in Python 3."""
-    return min(most, max(1, int(round((a + b + 3) * 0.15))))  # noqa: RUF046
+    return min(max_predictions, max(1, int(round((a + b + 3) * 0.15))))  # noqa: RUF046
 
 
-@given(lengths=lengths, seed=st.integers(0, 99), words=st.sampled_from(UNITS))
-def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
+@given(lengths=lengths, seed=st.integers(0, 99), units=st.sampled_from(UNITS))
+def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, units):
     input_ids = rows_of(lengths, seed)
     before = input_ids.copy()
-    found = mask(input_ids, lengths, words, seed)
+    found = mask(input_ids, lengths, units, seed)
     np.testing.assert_array_equal(input_ids, before)
     for row, (a, b) in enumerate(lengths):
         count = int(found.weights[row].sum())
@@ -59,7 +59,7 @@ def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
         # Never [CLS], either [SEP], or padding.
         assert set(positions) <= {*range(1, a + 1), *range(a + 2, a + b + 2)}
         assert found.ids[row, :count].tolist() == before[row, positions].tolist()
-        # Behind the last all is zero, and nothing else was changed.
+        # Unused slots are zero; positions that are not masked are unchanged.
         assert not found.positions[row, count:].any()
         assert not found.ids[row, count:].any()
         others = np.setdiff1d(np.arange(SEQUENCE), positions)
@@ -67,7 +67,7 @@ def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
 
 
 def words_of(row, a, b):
-    """Positions of each word; a continuation joins the word before, over the [SEP] too."""
+    """Positions of each word; a continuation joins the word before it, even across the [SEP]."""
     words = []
     for position in [*range(1, a + 1), *range(a + 2, a + b + 2)]:
         if words and CONTINUES[row[position]]:
@@ -86,8 +86,8 @@ def test_whole_words_stay_whole(lengths, seed, units):
         words = words_of(input_ids[row], a, b)
         for word in words:
             assert len(positions & set(word)) in (0, len(word))
-        # A word that does not fit is passed over for a later one: what is left out is too long.
-        left = wanted(a, b) - len(positions)
+        # Words that do not fit are skipped: each word that is not masked exceeds what is left.
+        left = prediction_count(a, b) - len(positions)
         assert left >= 0
         assert all(len(word) > left for word in words if not positions & set(word))
 
@@ -102,12 +102,12 @@ def test_rows_in_which_no_word_fits_have_no_predictions():
     assert mask(beside, [(2, 2)] * 2, "whole_word").weights.sum(axis=1).tolist() == [1, 0]
 
 
-def spans_of(ids, a, b, counter, share, width):
-    """The spans of one row, position lists, by the rule of SpanBERT's paper, word for word."""
+def spans_of(ids, a, b, generator, share, width):
+    """The spans of one row, position lists, by the rule in the SpanBERT paper, literally."""
     words = words_of(ids, a, b)
-    of_a = sum(word[0] <= a for word in words)
-    order = counter.candidate_order(np.array([len(words)]))[0]
-    lengths = counter.span_lengths(np.array([len(words)]))[0]
+    words_in_a = sum(word[0] <= a for word in words)
+    order = generator.candidate_order(np.array([len(words)]))[0]
+    lengths = generator.span_lengths(np.array([len(words)]))[0]
     left = min(width, max(1, int(np.rint((a + b + 3) * share))))
     taken, spans = set(), []
     for anchor in order.tolist():
@@ -115,7 +115,7 @@ def spans_of(ids, a, b, counter, share, width):
             continue
         span = []
         for word in range(
-            anchor, min(anchor + lengths[anchor], of_a if anchor < of_a else len(words))
+            anchor, min(anchor + lengths[anchor], words_in_a if anchor < words_in_a else len(words))
         ):
             if word in taken:
                 continue
@@ -133,12 +133,12 @@ def test_spans_are_those_of_the_rule_and_each_is_replaced_as_a_whole(lengths, se
     input_ids, width = rows_of(lengths, seed), 25
     found = mask(input_ids, lengths, "span", seed, width, share=share)
     for row, (a, b) in enumerate(lengths):
-        counter = draws.CounterDraws((7, seed), np.array([row]))
-        spans = spans_of(input_ids[row], a, b, counter, share, width)
+        generator = draws.CounterDraws((7, seed), np.array([row]))
+        spans = spans_of(input_ids[row], a, b, generator, share, width)
         positions = sorted(position for span in spans for position in span)
         assert found.positions[row, : len(positions)].tolist() == positions
         assert found.weights[row].sum() == len(positions)
-        kinds, ids = counter.replacements(np.array([len(positions)]), VOCAB, 0.8, 0.1)
+        kinds, ids = generator.replacements(np.array([len(positions)]), VOCAB, 0.8, 0.1)
         slot = 0
         for span in spans:
             kind = kinds[0, slot]

@@ -23,7 +23,7 @@ NAME = "owner/small-bert"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A server with a model, the current folder, and an empty cache; the library is fresh."""
+    """A server with a model, and an empty cache; huggingface_hub is imported afresh."""
 
     def forget():
         for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
@@ -116,12 +116,12 @@ def test_a_file_with_another_hash_is_refused_and_forgotten(hub, name):
 def test_a_download_that_is_cut_continues_where_it_ended(hub, monkeypatch):
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 16)  # less is lost than received
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 16)  # so a part is on disk
     hub.cuts = 2
     said(f"import {NAME} --workdir base")
     size = len(files_of("folder")["model.safetensors"])
-    spans = [line.partition("=")[2] for line in hub.requests if "/lfs/" in line and "GET" in line]
-    assert spans[:2] == ["", f"{size // 2}-"] and len(spans) == 3
+    ranges = [line.partition("=")[2] for line in hub.requests if "/lfs/" in line and "GET" in line]
+    assert ranges[:2] == ["", f"{size // 2}-"] and len(ranges) == 3
     base_lib.read(epath.Path("base"))
 
 
@@ -149,24 +149,24 @@ def test_offline_what_is_in_the_cache_is_used(hub, monkeypatch):
 
     hub.requests.clear()
     assert run("import", NAME, "--workdir", "offline").returncode == 0
-    ended = run("import", "owner/other", "--workdir", "x")
-    assert ended.returncode == 2 and "owner/other" in ended.stderr
-    assert ended.stderr.count("\n") == 1 and not hub.requests
+    result = run("import", "owner/other", "--workdir", "x")
+    assert result.returncode == 2 and "owner/other" in result.stderr
+    assert result.stderr.count("\n") == 1 and not hub.requests
 
 
 @pytest.mark.long
-def test_commands_take_a_name_for_a_base_and_make_it_once(hub):
+def test_commands_accept_a_hub_name_as_a_base_and_import_it_once(hub):
     model = hub_lib.fetch_base(NAME)
     assert base_lib.is_base(epath.Path(model)) and hub_lib.fetch_base("a/b/c") == "a/b/c"
     hub.requests.clear()
     pathlib.Path("texts").write_text("w5 w6\n")
     said(f"embed --workdir {NAME} --out v.npz texts")
     assert pathlib.Path("v.npz").exists() and not downloads(hub)
-    made = os.stat(f"{model}/base.json").st_mtime_ns
+    modified = os.stat(f"{model}/base.json").st_mtime_ns
     pathlib.Path("t.tsv").write_text("sentence\tlabel\n" + "w5 w6\ta\nw7 w8\tb\n" * 4)
     words = f"finetune --kind classify --train t.tsv --validation t.tsv --from {NAME} --workdir r"
     said(*words.split(), "--set=epochs=1", "--set=task.max_sequence_length=16")
-    assert os.stat(f"{model}/base.json").st_mtime_ns == made
+    assert os.stat(f"{model}/base.json").st_mtime_ns == modified
     assert model in pathlib.Path("r/experiment.json").read_text()
 
 
@@ -229,7 +229,7 @@ def test_a_corpus_is_read_from_a_data_set_of_the_hub(hub, tmp_path):
         "source = Corpus(sources=('parquet:hf://datasets/owner/texts/**/*.parquet',)); "
         "print([d.text for d in documents.read(source)]); print(sources.fingerprint(source))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    texts, files = ended.stdout.splitlines()
-    assert texts == str([f"Text {number}." for number in range(50)]), ended.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    texts, files = result.stdout.splitlines()
+    assert texts == str([f"Text {number}." for number in range(50)]), result.stderr
     assert f"'bytes': {len(content)}" in files

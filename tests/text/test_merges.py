@@ -8,8 +8,8 @@ import tokenizers
 from bert_jax.text import merges
 
 
-def peer(words, counts, alphabet, continuing, size):
-    """The same pieces by their trainer, which takes each word as often as it occurs."""
+def huggingface_pieces(words, counts, alphabet, continuing, size):
+    """The pieces of Hugging Face's trainer, which takes no counts: each word is repeated."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     specials = ["[UNK]", *alphabet, *continuing]
@@ -30,16 +30,16 @@ def peer(words, counts, alphabet, continuing, size):
 @pytest.mark.long
 @pytest.mark.parametrize("letters", ["a", "abc", "abcdefgh"])
 def test_the_same_pieces_in_the_same_order(letters):
-    """Few letters: pieces overlap, come about in several ways, and tie."""
+    """With few letters, merges overlap, give the same piece in several ways, and tie."""
     for seed in range(40):
         rng = random.Random(seed)
-        lengths = range(rng.choice([3, 30, 200]))
-        words = sorted({"".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in lengths})
+        numbers = range(rng.choice([3, 30, 200]))
+        words = sorted({"".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in numbers})
         counts = [rng.randint(1, rng.choice([2, 5, 100])) for _ in words]
-        # The last letter may have no piece: it is passed over.
+        # The alphabet may lack the last letter, which is then ignored in words.
         alphabet = list(letters[: rng.choice([len(letters), max(1, len(letters) - 1)])])
         continuing = [f"##{letter}" for letter in alphabet]
         size = rng.choice([5, 50, 400])
         made = merges.learn(words, counts, alphabet, continuing, size)
         ours = list(dict.fromkeys(left + right.removeprefix("##") for left, right in made))
-        assert ours == peer(words, counts, alphabet, continuing, size)
+        assert ours == huggingface_pieces(words, counts, alphabet, continuing, size)

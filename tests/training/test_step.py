@@ -1,4 +1,4 @@
-"""One step is one step, however it is laid out."""
+"""A training step gives the same result in every layout."""
 
 import dataclasses
 from typing import ClassVar
@@ -27,7 +27,7 @@ def reference():
 
 
 def assert_same_run(run, reference, tolerance=1e-5):
-    """Losses of every step and parameters at the end, with dropout on."""
+    """Compares losses of every step, (sum, count) pairs, and the final parameters; with dropout."""
     (state, seen), (ref_state, ref_seen) = run, reference
     for ours, theirs in zip(seen, ref_seen, strict=True):
         losses = [name for name in theirs if name.endswith("_loss")]
@@ -69,8 +69,8 @@ def test_a_layout_does_not_change_the_run(devices, parallelism, reference):
 
 
 @pytest.mark.long
-def test_what_is_gathered_ahead_of_the_layers_gets_the_gradient_of_its_own(reference, monkeypatch):
-    """Attention's matrices at once for all layers, those between them layer by layer."""
+def test_prefetched_parameters_get_the_same_gradients(reference, monkeypatch):
+    """Gathers attention matrices at once for all layers, feed-forward ones layer by layer."""
     monkeypatch.setitem(METHODS, "cpu", Method(prefetch_bytes=32 * 32 * 4))
     step.make_train_step.cache_clear()
     layout = Parallelism(state="zero3", remat="dots")
@@ -108,10 +108,10 @@ def test_per_replica_clip_sums_the_clipped_gradients_of_the_groups(per_replica):
     params = heads.init_params(model, jax.random.key(0, impl="threefry2x32"))
     whole = samples.train_batches().batch(0, np.arange(8))
     key = step.phase_key(model, 0, 0)
-    total, of_group = None, jax.jit(jax.grad(_reference_loss), static_argnums=1)
+    total, group_gradient = None, jax.jit(jax.grad(_reference_loss), static_argnums=1)
     for group in range(4):
         part = {k: jnp.asarray(v[2 * group : 2 * group + 2]) for k, v in whole.items()}
-        gradient = jax.device_get(of_group(params, model, part, key))
+        gradient = jax.device_get(group_gradient(params, model, part, key))
         norm = np.sqrt(
             sum(float((g.astype(np.float64) ** 2).sum()) for g in jax.tree.leaves(gradient))
         )
@@ -176,13 +176,13 @@ def test_a_skipped_step_does_nothing_but_count():
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "is_skipped", "bad_in_a_row", "changes", "counts", "bad_after"),
+    ("loss", "norm", "is_skipped", "bad_in_a_row", "is_applied", "is_counted", "bad_after"),
     [
         (1.0, 1.0, False, 0, True, True, 0),
         (1.0, 1.0, False, 2, True, True, 0),
         (np.nan, 1.0, False, 0, False, True, 1),
         (1.0, np.inf, False, 2, False, True, 3),
-        # A step that is left out is no bad step, whatever it comes to.
+        # A skipped step sets bad_in_a_row to 0, though the metric bad_steps counts it.
         (1.0, 1.0, True, 2, False, True, 0),
         (np.nan, 1.0, True, 2, False, True, 0),
         # Three bad steps in a row: nothing changes until the host has decided.
@@ -191,7 +191,7 @@ def test_a_skipped_step_does_nothing_but_count():
         (1.0, 1.0, True, 3, False, False, 3),
     ],
 )
-def test_what_a_step_changes(loss, norm, is_skipped, bad_in_a_row, changes, counts, bad_after):
+def test_effects_of_a_step(loss, norm, is_skipped, bad_in_a_row, is_applied, is_counted, bad_after):
     optimizer = dataclasses.replace(samples.OPTIMIZER, bad_steps_in_a_row=3)
     spec = step.StepSpec(Pretraining(samples.MODEL, "mlm"), optimizer, Parallelism(), 1, None)
     metrics = {name: jnp.array([1.0, 1.0]) for name in spec.objective.metrics}
@@ -209,17 +209,17 @@ def test_what_a_step_changes(loss, norm, is_skipped, bad_in_a_row, changes, coun
     metrics |= {"filled": jnp.array([1.0, 1.0])}
     update = step._Update(new, metrics, jnp.float32(norm), jnp.float32(0.1))
     after, window = step._apply_if_good(spec, state, window, update)
-    assert (after["step"], after["bad_in_a_row"]) == (7 + counts, bad_after)
-    assert after["params"].tolist() == [changes] * 2
-    assert after["optimizer"].tolist() == [changes] * 3
+    assert (after["step"], after["bad_in_a_row"]) == (7 + is_counted, bad_after)
+    assert after["params"].tolist() == [is_applied] * 2
+    assert after["optimizer"].tolist() == [is_applied] * 3
     assert after["skipped_steps"].tolist() == state["skipped_steps"].tolist()
-    assert window["bad_steps"].tolist() == [counts and not changes, counts]
-    assert window["filled"].tolist() == [2 + changes, 4 + changes]
-    assert window[step.WORST_STEP].tolist() == ([loss, 7] if changes else [0, 0])
+    assert window["bad_steps"].tolist() == [is_counted and not is_applied, is_counted]
+    assert window["filled"].tolist() == [2 + is_applied, 4 + is_applied]
+    assert window[step.WORST_STEP].tolist() == ([loss, 7] if is_applied else [0, 0])
 
 
 @pytest.mark.parametrize("name", ["bert_adam", "adamw", "lamb", "stable_adamw", "muon"])
-def test_heads_that_learn_nothing_neither_decay_nor_forget(name):
+def test_parts_without_gradients_keep_weights_and_moments(name):
     """Masked LM alone teaches neither the pooler nor the next sentence head."""
     objective = Pretraining(samples.MODEL, "mlm")
     optimizer = dataclasses.replace(samples.OPTIMIZER, name=name, layer_decay=0.9)
@@ -256,8 +256,8 @@ def test_bfloat16_follows_float32(reference):
     np.testing.assert_allclose(
         seen[0]["gradient_norm"][0], reference[1][0]["gradient_norm"][0], rtol=0.01
     )
-    # Losses and Adam see neither a factor nor much of a sign, so gradients are compared, leaf by
-    # leaf: after one step Adam's means of them.
+    # Losses under Adam hardly show gradients of wrong scale or sign, so the gradients are compared
+    # leaf by leaf, as Adam's first moments after one step.
     ours, theirs = (
         optimizer_lib.moments(samples.run(1, **more)[0]["optimizer"]).mu
         for more in ({"devices": 2, "model": model, "optimizer": optimizer}, {})
@@ -265,15 +265,15 @@ def test_bfloat16_follows_float32(reference):
     compared = 0
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         norms = np.linalg.norm(x), np.linalg.norm(y)
-        if norms[1] > 1e-8:  # of the key's bias it is zero but for rounding
+        if norms[1] > 1e-8:  # attention's key bias: its gradient is only rounding error
             assert norms[0] == pytest.approx(norms[1], rel=0.01)
             assert np.vdot(x, y) > 0.999 * norms[0] * norms[1]
             compared += 1
     assert compared == len(jax.tree.leaves(ours)) - 1
 
 
-class _Noted(Pretraining):
-    """Learns nothing, and notes the bits that dropout draws of each micro-batch."""
+class _Spy(Pretraining):
+    """Learns nothing; records dropout's random bits. `fixed`, frozen parameters, is unused."""
 
     bits: ClassVar[list[bytes]] = []
 
@@ -285,13 +285,13 @@ class _Noted(Pretraining):
 
 def test_rbg_dropout_differs_between_steps_micro_batches_and_shards():
     model = dataclasses.replace(samples.MODEL, dropout_rng="rbg16")
-    _Noted.bits.clear()
-    samples.run(2, devices=2, model=model, parallelism=Parallelism(accumulation=2), learns=_Noted)
+    _Spy.bits.clear()
+    samples.run(2, devices=2, model=model, parallelism=Parallelism(accumulation=2), learns=_Spy)
     jax.effects_barrier()
-    assert len(_Noted.bits) == len(set(_Noted.bits)) == 8
+    assert len(_Spy.bits) == len(set(_Spy.bits)) == 8
 
 
-def test_no_logits_of_every_position_exist():
+def test_logits_are_computed_only_at_predicted_positions():
     """No array of the compiled step has sequence and vocabulary dimensions."""
     shape = batches.BatchShape(sequence_length=20, max_predictions=3, batch_size=8)
     batch = samples.train_batches(shape).batch(0, np.arange(8))
@@ -308,15 +308,15 @@ def test_no_logits_of_every_position_exist():
 
 
 def test_state_and_window_are_donated(monkeypatch):
-    make, given = step.make_train_step, []
+    make, recorded = step.make_train_step, []
 
-    def noting(*args):
+    def recording(*args):
         def train_step(state, window, *more):
-            given.extend([state["params"]["pooler"]["kernel"], window["masked_lm_loss"]])
+            recorded.extend([state["params"]["pooler"]["kernel"], window["masked_lm_loss"]])
             return make(*args)(state, window, *more)
 
         return train_step
 
-    monkeypatch.setattr(step, "make_train_step", noting)
+    monkeypatch.setattr(step, "make_train_step", recording)
     samples.run(1)
-    assert len(given) == 2 and all(array.is_deleted() for array in given)
+    assert len(recorded) == 2 and all(array.is_deleted() for array in recorded)

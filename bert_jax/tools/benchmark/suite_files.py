@@ -26,7 +26,7 @@ class CheckedTask(NamedTuple):
     prediction_hashes: Mapping[str, str]  # of the examples of `task.predictions`, by `output`
 
 
-def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
+def load_tasks(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
     """Reads all files of a suite, and applies the `--set` strings to its experiments.
 
     Raises InputError first for missing files, then for files with too many broken rows.

@@ -57,7 +57,7 @@ def time_phases(
     compiling are not counted, since experiments may differ in how often they evaluate and save.
 
     Raises:
-      MeasurementEnded: the run stopped or failed.
+      MeasurementInterrupted: the run was asked to stop.
     """
     phases = tuple(dataclasses.replace(p, steps=2 * timed_steps) for p in experiment.phases)
     total = 2 * timed_steps * len(phases)
@@ -78,12 +78,12 @@ def time_phases(
     try:
         job = PretrainingJob(short, workdir, progress.report)
         if (outcome := session.run(job, progress)) != "finished":
-            raise MeasurementEnded(outcome)
+            raise MeasurementInterrupted(outcome)
         trained = {x["step"]: x for x in JsonLines(workdir.timings).read() if x["kind"] == "train"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return [trained[2 * timed_steps * number] for number in range(1, len(phases) + 1)]
 
 
-class MeasurementEnded(Exception):
+class MeasurementInterrupted(Exception):
     """A short run ended early; the exception's only argument is the outcome."""

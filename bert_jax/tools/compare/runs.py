@@ -62,7 +62,7 @@ class Comparison:
         if self._table.cpu_seconds:
             try:
                 self._time()
-            except budget.MeasurementEnded as stopped:
+            except budget.MeasurementInterrupted as stopped:
                 return stopped.args[0]
         self._set_members()
         self._write()

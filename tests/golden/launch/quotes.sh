@@ -31,7 +31,7 @@ cd "$(dirname "$0")"
 code=134
 kill -0 "$(cat run.pid)" 2>/dev/null && code=running
 [ -f run.exit ] && code="$(cat run.exit)"
-# After a request to stop, 75 is no preemption: no new machines must be rented.
+# After a request to stop, 75 is not a preemption, so no new machines may be rented.
 [ "$code" = 75 ] && [ -f run.asked ] && code=130
 echo "bert-jax-run $code"
 END
@@ -58,7 +58,7 @@ venv/bin/python -m pip install --quiet --disable-pip-version-check \
 touch venv/installed
 END
 cat > /cache/launch/quotes/run.sh <<'END'
-# Runs the command and writes its exit code to run.exit, at the latest when this shell ends.
+# Runs the command, and writes its exit code to run.exit when it ends.
 cd "$(dirname "$0")"
 export JAX_PLATFORMS=tpu,cpu
 address="$(curl -sf -H 'Metadata-Flavor: Google' \

@@ -41,17 +41,17 @@ def test_each_layout_of_glue_is_read_as_it_was_written(name, data):
 
 
 def test_the_whole_suite_is_checked_before_anything_is_run(data):
-    checked = suite_files.check_suite(GLUE, str(data), [])
+    checked = suite_files.load_tasks(GLUE, str(data), [])
     assert [task.task.name for task in checked] == [task.name for task in GLUE.tasks]
     suite_data.glue(data / "elsewhere")
-    moved = suite_files.check_suite(GLUE, str(data / "elsewhere"), [])
+    moved = suite_files.load_tasks(GLUE, str(data / "elsewhere"), [])
     assert [task.examples_hash for task in moved] == [task.examples_hash for task in checked]
 
 
 @pytest.mark.parametrize("scheme", suite_data.CONLL)
 def test_the_other_tables_of_the_paper_are_read(scheme, tmp_path):
     suite_data.paper(tmp_path, scheme)
-    checked = suite_files.check_suite(PAPER, str(tmp_path), [])
+    checked = suite_files.load_tasks(PAPER, str(tmp_path), [])
     assert [task.task.name for task in checked] == list(TASKS)
 
     def read(name):
@@ -85,7 +85,7 @@ def test_the_other_tables_of_the_paper_are_read(scheme, tmp_path):
 def test_a_missing_file_is_refused_with_what_to_download(file, remedy, data):
     (data / file).unlink()
     with pytest.raises(InputError, match=remedy) as error:
-        suite_files.check_suite(GLUE, str(data), [])
+        suite_files.load_tasks(GLUE, str(data), [])
     assert str(data / file) in str(error.value)
 
 
@@ -121,14 +121,14 @@ def test_a_file_of_another_layout_is_refused_by_name_and_line(case, data):
     (data / file).write_text(change((data / file).read_text()))
     location = f"{file}:{line}: " if line else f"{file}: question q"
     with pytest.raises(InputError, match=location):
-        suite_files.check_suite(PAPER, str(data), [])
+        suite_files.load_tasks(PAPER, str(data), [])
 
 
 def test_many_broken_rows_are_another_layout_even_for_a_task_that_skips_some(data):
     with (data / "QQP/train.tsv").open("a") as file:
         file.write("1\t2\n" * 2)
     with pytest.raises(InputError, match=r"3 of 43 rows of train are broken.*train\.tsv:42"):
-        suite_files.check_suite(GLUE, str(data), [])
+        suite_files.load_tasks(GLUE, str(data), [])
 
 
 class Model:

@@ -74,7 +74,7 @@ def runs(monkeypatch):
 def benchmark(rules, seeds=None, only=("MNLI", "RTE")):
     tasks = tuple(task for task in GLUE.tasks if task.name in only)
     suite = Suite(name="small", tasks=tasks)
-    checked = suite_files.check_suite(suite, "data", ["task.max_sequence_length=32"])
+    checked = suite_files.load_tasks(suite, "data", ["task.max_sequence_length=32"])
     pathlib.Path("w").mkdir(exist_ok=True)
     return Benchmark(suite, checked, epath.Path("w"), rules, seeds, Quiet())
 

@@ -15,7 +15,7 @@ import types
 import pytest
 import suite_data
 from made import COLUMNS, Quiet, compare, fake_runs, small, write_table, write_task
-from small_run import bert_jax, killed
+from small_run import killed, run_bert_jax
 
 from bert_jax import config, errors
 from bert_jax.storage.json_lines import JsonLines
@@ -314,17 +314,17 @@ def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
     write_task(here)
     write_table(here, (*COLUMNS, "probe:task.py", "finetune:task.py"))
     arguments = ("compare", "table.py", "--workdir", "w")
-    plain = bert_jax(*arguments, timeout=600)
+    plain = run_bert_jax(*arguments, timeout=600)
     assert plain.returncode == 0, plain.stderr
     whole = record()["runs"]
     (here / "w").rename(here / "whole")
     # The first run alone, then all of them, of which the next is killed before its third step.
     both = (here / "table.py").read_text()
     (here / "table.py").write_text(both.replace("(0, 7)", "(0,)").replace("=rows,", "=rows[:1],"))
-    assert bert_jax(*arguments, timeout=600).returncode == 0
+    assert run_bert_jax(*arguments, timeout=600).returncode == 0
     (here / "table.py").write_text(both)
     assert killed(2, 9, *arguments, timeout=600).returncode == -9
-    again = bert_jax(*arguments, timeout=600)
+    again = run_bert_jax(*arguments, timeout=600)
     assert again.returncode == 0, again.stderr
     starts = []
     for folder in ("base-0", "wide-0", "base-7"):

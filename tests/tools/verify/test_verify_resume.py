@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from broken import asked
 from etils import epath
-from small_run import OBJECTIVES, bert_jax, pretrain, saves_in, settings, write_text
+from small_run import OBJECTIVES, pretrain, run_bert_jax, saves_in, settings, write_text
 
 from bert_jax import config
 from bert_jax.tools.verify import compare, resume
@@ -27,7 +27,7 @@ KINDS = tuple(resume.KINDS)
 def verified(tmp_path_factory):
     """A round of each kind: the folder, and what was printed."""
     folder = tmp_path_factory.mktemp("verify")
-    done = bert_jax(
+    done = run_bert_jax(
         "verify-resume", write_text(folder), "--workdir", folder / "v", "--rounds", len(KINDS),
         "--set", "optimizer.bad_steps_in_a_row=3", timeout=600,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def test_rounds_of_two_objectives_find_no_difference(tmp_path):
     """Of full rows read from the left, and then of pairs; others differ in less."""
     sets = [word for setting in OBJECTIVES["phases"] for word in ("--set", setting)]
     file = write_text(tmp_path)
-    done = bert_jax(
+    done = run_bert_jax(
         "verify-resume", file, "--workdir", tmp_path / "v", "--rounds", 2, *sets, timeout=600
     )
     printed = done.stdout.decode()
