@@ -271,7 +271,7 @@ def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
     """Trackers would send them, and then not its own, while the checkpoint is being read."""
     (copy_of_run / "w").mkdir()
     workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
-    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
+    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].copy_lines(workdir)
     own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
     assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 
