@@ -5,7 +5,8 @@ Before that step the two runs are identical. Started from the parent's checkpoin
 computes the same bits as from step 0, so that its own experiment describes it completely.
 
 A fork may have other settings than its parent, so its own experiment does not tell how its state
-was computed: origin.json holds the parent's experiment, and `Phase.row_offset` the next rows.
+was computed: origin.json holds the parent's experiment, and `Phase.row_offset` tells at which row
+each phase continues.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ from bert_jax.storage.workdir import (
 
 # Fields in which a decay may differ from its parent, besides the steps of the last phase.
 _FREE = ("name:", "optimizer.decay_steps:", "optimizer.decay_shape:")
-# Fields in which a fork may not differ from its parent: they determine the form of the state.
+# Fields in which a fork may not differ from its parent: its checkpoint has the parameters of the
+# model and of the objective's custom code, and the hash of the base.
 _FIXED = ("model.", "data.code:", "init_from:")
 
 
@@ -49,7 +51,7 @@ class ForkPoint(NamedTuple):
     def __str__(self) -> str:
         return os.fspath(self.workdir.checkpoints / str(self.step))
 
-    def saved(self) -> tuple[Experiment, str]:
+    def load_saved(self) -> tuple[Experiment, str]:
         """Returns the experiment and checksum of the checkpoint; raises InputError without it."""
         checkpoints = Checkpoints(self.workdir.checkpoints)
         if self.step not in checkpoints.steps:
@@ -59,14 +61,15 @@ class ForkPoint(NamedTuple):
 
     def require_compatible(self, experiment: Experiment) -> None:
         """Raises InputError unless the checkpoint exists and this experiment may start from it."""
-        saved, _ = self.saved()
+        saved, _ = self.load_saved()
         find_obstacle = self._fork_obstacle if self.command == "fork" else self._decay_obstacle
         if obstacle := find_obstacle(saved, experiment):
             raise InputError(f"{self.command} {self}: {obstacle}")
 
     def _fork_obstacle(self, saved: Experiment, experiment: Experiment) -> str:
         """Returns why this experiment cannot fork the saved one; "" if it can."""
-        changed = config.differences(saved, experiment, "identity")
+        # Settings of the role "identity" determine results; those of "placement" do not.
+        changed = config.differences(saved, experiment, role="identity")
         if fixed := [line for line in changed if line.startswith(_FIXED)]:
             return f"of another model ({'; '.join(fixed)})"
         if self.step >= experiment.total_steps:
@@ -85,7 +88,7 @@ class ForkPoint(NamedTuple):
 
         Before the decay they must be equal: only the learning rate may depend on the total steps.
         """
-        changed = config.differences(saved, experiment, "identity")
+        changed = config.differences(saved, experiment, role="identity")
         last = f"phases.{len(saved.phases) - 1}.steps:"
         peak_start = experiment.optimizer.warmup_steps
         peak_end = saved.total_steps - saved.optimizer.decay_steps
@@ -100,7 +103,7 @@ class ForkPoint(NamedTuple):
     def has_other_text(self, saved: Experiment, experiment: Experiment) -> bool:
         """Returns whether the experiment has other text than its parent, and so other rows."""
         new, old = (dataclasses.asdict(side.corpus) for side in (experiment, saved))
-        # Both must have the same tokens, and rows of a mixture are counted over all its sources.
+        # These are no other text: the vocabulary must be equal, and a mixture counts all its rows.
         changed = {name for name in new if new[name] != old[name]}
         changed -= {"tokenizer", "mixture", "temperature"}
         is_moved = changed == {"sources"} and corpus.is_made_of(self.corpus, experiment.corpus)
@@ -111,8 +114,8 @@ class ForkPoint(NamedTuple):
         """The corpus of the parent."""
         return self.workdir.with_corpus(load_experiment(self.workdir).run.corpus_dir).corpus
 
-    def begin(self, workdir: Workdir) -> None:
-        """Copies the parent's lines up to the checkpoint into a run without checkpoints."""
+    def copy_lines(self, workdir: Workdir) -> None:
+        """Copies the parent's metrics and predictions up to `step`; checks a fork's vocabulary."""
         if _has_checkpoint(workdir):
             return
         if self.command == "fork":
@@ -140,8 +143,8 @@ def plan_decay(
     the parent's if it is None. A decay of a fork is recorded as a fork, too.
     """
     fork_point = _parse_fork_point("decay", checkpoint)
-    saved = load_experiment(fork_point.workdir)
-    experiment = config.override(saved if given is None else config.load(given), settings)
+    parent = load_experiment(fork_point.workdir)
+    experiment = config.override(parent if given is None else config.load(given), settings)
     optimizer = experiment.optimizer
     if optimizer.decay_steps == 0:
         raise InputError(
@@ -149,22 +152,18 @@ def plan_decay(
             "optimizer.decay_steps=1000"
         )
     phase_start = sum(phase.steps for phase in experiment.phases[:-1])
-    if saved.optimizer.schedule != "wsd":
-        end, last = (
-            fork_point.step + optimizer.decay_steps - phase_start,
-            len(experiment.phases) - 1,
-        )
+    phase_steps = fork_point.step + optimizer.decay_steps - phase_start
+    changed = f"phases.{len(experiment.phases) - 1}.steps={phase_steps}"
+    if parent.optimizer.schedule != "wsd":
         raise InputError(
             f"decay {checkpoint}: needs a run with optimizer.schedule=wsd, not "
-            f"{saved.optimizer.schedule}; decay in a fork: `bert-jax fork` with "
-            f"the same arguments, --set optimizer.schedule=wsd and --set phases.{last}.steps={end}"
+            f"{parent.optimizer.schedule}; decay in a fork: `bert-jax fork` with "
+            f"the same arguments, --set optimizer.schedule=wsd and --set {changed}"
         )
     if fork_point.step < phase_start:
         raise InputError(
             f"decay {checkpoint}: is before the last phase, which begins at step {phase_start}"
         )
-    steps = fork_point.step + optimizer.decay_steps - phase_start
-    changed = f"phases.{len(experiment.phases) - 1}.steps={steps}"
     experiment = config.override(experiment, [changed])
     file = given or os.fspath(fork_point.workdir.experiment)
     origin = config.origin_of(file, settings, experiment)
@@ -179,24 +178,25 @@ def plan_fork(
     """Returns the experiment of a fork, the record for its origin.json, and its fork point.
 
     Each phase continues at its first row that the parent has not seen; with another text or seed,
-    at the first row. Once the fork's `workdir` has a checkpoint, the parent is not read, the rows
-    stay, and the record is None. For the other arguments see `plan_decay`.
+    at the first row. Once the fork's `workdir` has a checkpoint, the parent is not read, the row
+    offsets stay, and the record is None. For the other arguments see `plan_decay`.
     """
-    fork_point, file = _parse_fork_point("fork", checkpoint), workdir.experiment
+    fork_point = _parse_fork_point("fork", checkpoint)
     if _has_checkpoint(workdir):
         if fork_record(workdir).get("checkpoint") != str(fork_point):
             raise InputError(f"{workdir.address}: holds another run than a fork of {fork_point}")
-        experiment = config.override(config.load(given or os.fspath(file)), settings)
+        experiment = config.override(config.load(given or os.fspath(workdir.experiment)), settings)
         phases = zip(experiment.phases, load_experiment(workdir).phases, strict=False)
         offsets = [saved.row_offset for _, saved in phases]
         return _set_row_offsets(experiment, offsets), None, fork_point
-    (parent, sha256), file = fork_point.saved(), fork_point.workdir.experiment
+    (parent, sha256), file = fork_point.load_saved(), fork_point.workdir.experiment
     experiment, origin = config.load_with_origin(given or os.fspath(file), settings)
     tree = json.loads(config.to_json(parent))
     origin["fork"] = {"checkpoint": str(fork_point), "sha256": sha256, "experiment": tree}
     has_new_rows = parent.seed != experiment.seed or fork_point.has_other_text(parent, experiment)
     parent_rows = [] if has_new_rows else parent.rows_after(fork_point.step)
     parent_rows += [0] * len(experiment.phases)
+    # An offset makes the fork's own count continue at the parent's next row; it may be negative.
     rows = zip(experiment.phases, parent_rows, experiment.rows_after(fork_point.step), strict=False)
     offsets = [phase.row_offset + seen - counted for phase, seen, counted in rows]
     return _set_row_offsets(experiment, offsets), origin, fork_point

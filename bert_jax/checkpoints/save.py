@@ -31,7 +31,7 @@ from bert_jax.training.checksums import checksums
 class Saver:
     """Saves the checkpoints of one run; a context manager around all its saves."""
 
-    def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
+    def __init__(self, workdir: Workdir, cfg: Run, peers: Peers, report: Callable[[str], None]):
         self.checkpoints = Checkpoints(workdir.checkpoints)
         self.saved_step = 0  # of the newest checkpoint, which may not be complete yet
         self.unsaved_reason = ""  # why the latest steps are not saved; "" if they are
@@ -39,7 +39,7 @@ class Saver:
         self._is_saving = False
         self._has_failed = False  # whether the current save has failed in this process
         self._workdir, self._peers, self._report = workdir, peers, report
-        self._settings, self._retention = run, _Retention(run)
+        self._settings, self._retention = cfg, _Retention(cfg)
         self._orbax: ocp.training.Checkpointer | None = None  # opened at the first save
         self._exit_stack = contextlib.ExitStack()  # entered with this object
         self._delete_unfinished()  # an earlier process may have been killed while it saved
@@ -88,9 +88,9 @@ class Saver:
             self.wait_and_tolerate_failure()
         if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # `finish`, or `poll` after a later save, retries
+            with contextlib.suppress(Exception):  # `finish`, or the next `poll`, retries
                 if self.saved_step in layout.list_steps(self._workdir.checkpoints):
-                    self._write_record(self.saved_step)
+                    self._write_newest_step(self.saved_step)
 
     def wait(self) -> None:
         """Waits until the current save is complete; if it has failed, raises its error."""
@@ -100,7 +100,7 @@ class Saver:
                 self._orbax.wait()
 
     def wait_and_tolerate_failure(self) -> None:
-        """Waits for the current save, as `wait`; if the run survives its failure, reports it."""
+        """Waits as `wait` does; reports a failure that the run can survive, and raises others."""
         with self.tolerate_full_disk(self.saved_step):
             try:
                 self.wait()
@@ -129,7 +129,7 @@ class Saver:
                     self.wait()
 
             self._retry(save_if_missing)
-        self._write_record()
+        self._write_newest_step()
 
     def set_unsaved_reason(self, reason: str) -> None:
         """Sets `unsaved_reason` to this reason and the step of the newest checkpoint."""
@@ -154,17 +154,17 @@ class Saver:
         run, size = self._settings, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._workdir.root).free
         # One more than the run keeps, because it deletes an old one only after a save.
-        missing = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
+        needed = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
         space = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
         space += f"a checkpoint takes {size / 1e6:,.1f} MB"
-        # A state larger than the host's memory ends the run at its first step, with another error.
+        # A state larger than the host's memory fails at the first step, with or without disk space.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if free < size < memory and run.when_disk_is_full == "stop":
             raise DiskFull(f"{space}; free some space and run again")
-        if free < missing * size:
+        if free < needed * size:
             endings = {"stop": "ends with exit code 74", "go_on": "continues without checkpoints"}
             self._report(
-                f"warning: {space}. The run needs space for {missing} more before it deletes an "
+                f"warning: {space}. The run needs space for {needed} more before it deletes an "
                 f"old one (run.keep_checkpoints={run.keep_checkpoints}, "
                 f"run.keep_best={run.keep_best}, and one during a save). "
                 f"It starts anyway, and {endings[run.when_disk_is_full]} "
@@ -172,9 +172,9 @@ class Saver:
             )
 
     def resume_from(self, step: int) -> None:
-        """Records that the run starts from the checkpoint of this step; 0 if there is none."""
+        """Takes this step's checkpoint as the newest (0: none); records the newest complete one."""
         self.saved_step, self.unsaved_reason = step, ""
-        self._write_record()
+        self._write_newest_step()
 
     def refresh(self) -> None:
         """Makes Orbax list checkpoints again: it refuses to save a step that is in its old list."""
@@ -182,13 +182,13 @@ class Saver:
             self.checkpoints.folder.retry(self._orbax.reload)
 
     def delete_after(self, step: int, upload_record: Callable[[], None]) -> None:
-        """Deletes checkpoints after `step`, whose steps will be repeated; called by process 0 only.
+        """Deletes checkpoints of steps after `step`, which will be repeated; process 0 calls it.
 
         `upload_record` copies the record of the newest checkpoint to a bucket.
         """
         steps = self.checkpoints.steps
         # This is done first: a later start must not report the deleted checkpoints as lost.
-        self._write_record(max((number for number in steps if number <= step), default=0))
+        self._write_newest_step(max((number for number in steps if number <= step), default=0))
         upload_record()
         for newer in [number for number in steps if number > step]:
             self.checkpoints.folder.delete(newer)
@@ -198,7 +198,7 @@ class Saver:
         for step in self.checkpoints.steps:
             self._retention.losses[step] = self.checkpoints.metadata(step)["held_out_loss"]
         settings = layout.orbax_settings()
-        # Orbax v1 has no option for the barrier, but calls `v0` to convert its options.
+        # Orbax v1 has no option for the barrier, but `v0` converts its options to those of v0.
         make_options = settings.asynchronous.v0
         settings.asynchronous.v0 = lambda: dataclasses.replace(
             make_options(), barrier_sync_fn=self._wait_at_barrier
@@ -243,7 +243,7 @@ class Saver:
         if self._peers.is_primary:
             self.checkpoints.folder.delete_unfinished()
 
-    def _write_record(self, step: int | None = None) -> None:
+    def _write_newest_step(self, step: int | None = None) -> None:
         """Records the newest complete checkpoint, so that a later start notices if it is lost."""
         if self._peers.is_primary:
             step = max(self.checkpoints.steps, default=0) if step is None else step
@@ -284,8 +284,8 @@ class _Retention:
         evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
         if run.replay_every:
-            # Also the newest checkpoint from before the last recompute check, or at its step. The
-            # check at the newest step itself runs after the save.
+            # Also the newest checkpoint not after the last recompute check, which starts from it. A
+            # check at the newest step runs after this save, hence the -1.
             last_check = (steps[-1] - 1) // run.replay_every * run.replay_every
             kept.update([step for step in steps if step <= last_check][-1:])
         return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

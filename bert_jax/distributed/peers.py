@@ -30,7 +30,7 @@ from bert_jax.storage import retry
 
 ErrorType = type[InputError | Unavailable]
 
-_ARRIVAL_SECONDS = 300.0  # how long processes wait for others; see BERT_JAX_ARRIVE_WITHIN
+_BARRIER_SECONDS = 300.0  # at the start and timed barriers, unless BERT_JAX_ARRIVE_WITHIN is set
 _UNWIND_SECONDS = 10.0  # for a process to clean up after another one has failed
 _FAILURE_READ_SECONDS = 3.0  # for the other processes to read why process 0 ends
 _WAIT_POLL_MS = 1_000  # milliseconds between two checks for a failure while a process waits
@@ -62,7 +62,7 @@ class Peers:
         self.number, self.count = number, count  # of this process, of all processes
         self.membership = membership  # the slices that train; None: a run of one slice
         self._store = store  # the client of JAX's key-value store; None for one process
-        self._limit = limit  # seconds that one process may be late at a barrier, see `_gather`
+        self._limit = limit  # seconds; waits at timed barriers are multiples, see `_gather`
         self._name = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None  # of another process
         self._shared_error: BaseException | None = None  # an error that all processes raise
@@ -92,7 +92,7 @@ class Peers:
         """Waits for all processes; returns the error of the lowest-numbered one that has an error.
 
         `error` is that of this process, "" if none. All must reach barriers in the same order.
-        At barrier `name` they wait `extra_seconds` longer than usual, then raise Unavailable.
+        `extra_seconds` is added to the limit of barrier `name`, after which it raises Unavailable.
         """
         return self._gather(name, error, self._limit + extra_seconds, _first_nonempty)
 
@@ -102,7 +102,7 @@ class Peers:
             self._raise_shared(kind(first_error))
 
     def _raise_shared(self, error: InputError | Unavailable) -> NoReturn:
-        """Raises an error that all processes raise, so that none names itself as the cause."""
+        """Raises an error that all processes raise, so that its message names none as the cause."""
         self._shared_error = error
         raise error
 
@@ -114,10 +114,11 @@ class Peers:
         """
         if self.count == 1 or mesh.devices.flat[0].platform != "cpu":
             return
+        # Steps use groups of adjacent axes only, such as all axes, those of the batch, or one.
         axes, count = mesh.axis_names, len(mesh.axis_names)
-        groups = [axes[i:j] for i in range(count) for j in range(i + 1, count + 1)]  # adjacent axes
+        groups = [axes[i:j] for i in range(count) for j in range(i + 1, count + 1)]
 
-        def add() -> list[jax.Array]:  # not of constants, which JAX adds without communication
+        def add() -> list[jax.Array]:  # no constants: JAX sums them without communication
             return [jax.lax.psum(1.0 + jax.lax.axis_index(group), group) for group in groups]
 
         replicated = jax.sharding.PartitionSpec()
@@ -133,10 +134,10 @@ class Peers:
         slice_count, active_slices = self.membership.policy.slice_count, self.membership.slices
         since = slices.missing_since(timings, active_slices, slice_count, time.time())
         log(slices.describe_missing(since, slice_count))
-        return {"slices": {"taken": active_slices, "missing_since": since}}  # taken: they train
+        return {"slices": {"taken": active_slices, "missing_since": since}}  # "taken": active
 
     def slices_to_admit(self, read_timings: Callable[[], slices.Timings], steps_left: int) -> str:
-        """Returns the slices to restart with, such as "0, 3", or "" if the run should continue."""
+        """Returns the waiting slices to add by a restart, such as "0, 3"; "" for no restart."""
         membership = self.membership
         if membership is None or len(membership.slices) == membership.policy.slice_count:
             return ""
@@ -220,7 +221,7 @@ class Peers:
     def _describe_failure(self, error: BaseException) -> dict[str, Any]:
         """Returns the line to log and the exit code; prints the traceback of an unknown error."""
         is_shared = error is self._shared_error
-        line, code = errors.message_and_code(error if is_shared else classify_fault(error))
+        line, code = errors.message_and_code(error if is_shared else translate_device_error(error))
         if lost := describe_lost_process(error):
             remedy = "start all of them again, the run resumes from its newest checkpoint"
             line, code = f"bert-jax: {lost}; {remedy}", errors.PEER_LOST
@@ -250,7 +251,7 @@ class Peers:
         self._barrier_uses[name] += 1  # a key of the store can be set only once
         key = f"{name}, {self._barrier_uses[name]}" if self._barrier_uses[name] > 1 else name
         self._set(f"{key}/{self.number}", message)
-        # Process 0 waits for two limits, and the others for three, since it may be one limit late.
+        # Process 0 gives the others two limits. They wait for three: it may arrive one limit late.
         start = time.monotonic()
         if self.is_primary:
             deadline = None if limit is None else start + 2 * limit
@@ -292,7 +293,7 @@ class Peers:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return  # the coordinator is gone; JAX ends this process
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such request
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key is not set
                     self._store.key_value_try_get(_STOP_KEY)
                     retry.control.shorten()  # after SIGTERM, retries of storage give up early
         self._failure = json.loads(failure)
@@ -310,12 +311,12 @@ class Peers:
                 deadline = time.monotonic() + _FAILURE_READ_SECONDS
                 for number in range(1, self.count):
                     seconds_left = max(deadline - time.monotonic(), 0.0)
-                    self._get_once(f"left/{number}", round(seconds_left * 1000) + 1)
+                    self._get_once(f"failure_read/{number}", round(seconds_left * 1000) + 1)
                 time.sleep(0.2)  # until the last of them has exited
             else:
-                self._set(f"left/{self.number}", "")  # this process has read the failure, and ends
+                self._set(f"failure_read/{self.number}", "")
         with contextlib.suppress(Exception):
-            self._clean_up()  # last, because the main thread may still be writing files
+            self._clean_up()  # last: the main thread may write files, which this deletes
         sys.stdout.flush()
         os._exit(failure["code"])
 
@@ -332,7 +333,7 @@ def describe_lost_process(error: BaseException) -> str:
     return f"lost another process ({str(error)[lost.start() :].splitlines()[0][:200]})"
 
 
-def classify_fault(error: BaseException) -> BaseException:
+def translate_device_error(error: BaseException) -> BaseException:
     """Returns Unavailable for an error of a broken device or driver; else the error itself.
 
     Errors of the compiler and a lack of memory are not faults: a new run would have them, too.
@@ -356,7 +357,7 @@ def connect_processes(
 ) -> Iterator[Peers]:
     """Connects the processes of this run inside the context; enter it before JAX has devices.
 
-    For the arguments see `rendezvous.join_rendezvous`.
+    `wait_seconds`: see `slices.SlicePolicy`. `fit_to_slices` returns None if the run cannot train.
 
     Raises:
       Unavailable: a process does not arrive, or a device fails.
@@ -370,21 +371,21 @@ def connect_processes(
     except BaseException as error:
         if peers is not None and peers.count > 1:
             peers.fail(error)
-        fault = classify_fault(error)
+        fault = translate_device_error(error)
         if fault is error:
             raise
         raise fault from error
 
 
 def _connect(wait_seconds: float, fit_to_slices: rendezvous.FitToSlices) -> Peers:
-    limit = read_seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVAL_SECONDS
+    limit = read_seconds("BERT_JAX_ARRIVE_WITHIN") or _BARRIER_SECONDS
     info, membership, bind_address = rendezvous.read_process_info(), None, None
     if info is None and not _is_tpu_host():
         return Peers(0, 1, None, limit)
-    # JAX's handler of SIGTERM stays off until `StopRequest` enables it, with a state to save.
+    # JAX's handler of SIGTERM stays off until there is a state to save: `StopRequest` enables it.
     jax.config.update("jax_enable_preemption_service", False)
     if info is not None:
-        if "," in info.address:
+        if "," in info.address:  # a run on several slices
             membership = rendezvous.join_rendezvous(info, wait_seconds, limit, fit_to_slices)
             info, bind_address = membership.info, membership.bind_address
         else:

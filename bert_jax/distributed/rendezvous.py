@@ -1,8 +1,8 @@
 """The rendezvous: how the processes of a run find each other each time the run is launched.
 
-On the hosts of a TPU pod JAX finds the other processes, and under SLURM `srun` names them.
-Elsewhere three environment variables name them: JAX_COORDINATOR_ADDRESS (host:port of process 0),
-JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without these variables a run is one process.
+Three environment variables name the processes: JAX_COORDINATOR_ADDRESS (host:port of process 0),
+JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without these variables `srun` names them under SLURM, and on
+the hosts of a TPU pod JAX finds them; elsewhere a run is one process.
 
 JAX connects all processes in one call. If one is missing, the call aborts every process without
 naming the missing one. So all processes first report to process 0, which replies to all of them,
@@ -38,7 +38,7 @@ _POLL_INTERVAL = 0.1  # seconds between two checks whether a thread should stop
 _MAX_MESSAGE_BYTES = 4096
 _ACCEPT_TIMEOUT = 60.0  # seconds for all processes to accept a proposal of slices
 
-# Values of "kind" in a server's message about slices. They are the same in all versions.
+# Values of "kind" in a server's message; all versions of bert-jax send these, whatever the names.
 _PROPOSAL = "decided"  # these slices should train; each of their processes must accept
 _START = "start"  # all have accepted, so that the run starts
 _ALREADY_PROPOSED = "running"  # these slices were proposed before this process arrived
@@ -153,7 +153,7 @@ def _collect_reports(info: ProcessInfo, address: Address, limit: float) -> tuple
 
 
 def _listen(info: ProcessInfo, port: int) -> socket.socket:
-    """Opens the socket for reports where JAX's coordinator will listen; port 0: any free port."""
+    """Listens at `port`, or as JAX_COORDINATOR_BIND_ADDRESS says; port 0: at any free port."""
     host, _, bind_port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")
     host = host.strip("[]")
     dual = not host and socket.has_dualstack_ipv6()  # listens on IPv4 and IPv6
@@ -230,7 +230,7 @@ class RendezvousServer:
         self._thread.start()
 
     def waiting_slices(self) -> list[int]:
-        """Returns the complete slices that do not train."""
+        """Returns the slices that do not train, though all their processes have arrived."""
         return [n for n in self._arrivals.complete_slices() if n not in self._proposal["slices"]]
 
     def describe_missing(self) -> str:
@@ -275,7 +275,7 @@ class RendezvousServer:
                 self._send(_START)
             return
         # After the machine of a process failed, the connection from before may still be open.
-        for old in [other for other, owner in self._process_numbers.items() if owner == number]:
+        for old in [key for key, value in self._process_numbers.items() if value == number]:
             del self._process_numbers[old]
             old.close()
         self._process_numbers[connection] = number
@@ -293,8 +293,8 @@ class RendezvousServer:
 
     def _send(self, kind: str, *receivers: Connection) -> None:
         """Sends the proposal with this kind to the receivers, by default to all processes."""
-        processes = [key for key, number in self._process_numbers.items() if number >= 0]
-        for connection in receivers or processes:
+        connections = [key for key, number in self._process_numbers.items() if number >= 0]
+        for connection in receivers or connections:
             with contextlib.suppress(OSError):  # the receiver has ended, which JAX will detect
                 connection.send_bytes(json.dumps(self._proposal | {"kind": kind}).encode())
 
@@ -314,13 +314,13 @@ class _Client:
             threading.Thread(target=self._run, args=(address,), name="slices", daemon=True).start()
 
     def report(self, connection: Connection) -> None:
-        """Sends the number and the waiting time of this process; sent again, accepts a proposal."""
+        """Sends the number and waiting time of this process; a second report accepts a proposal."""
         report = [self._process_number, time.monotonic() - self._start]
         with contextlib.suppress(OSError):  # the server has ended, which its thread will notice
             connection.send_bytes(json.dumps(report).encode())
 
     def _run(self, address: Address) -> None:
-        """Connects to a server and queues its messages; again if it ends before it sends any."""
+        """Connects to a server and queues its messages; reconnects if it ends before the first."""
         while not self.stop.wait(_RETRY_INTERVAL):
             with contextlib.suppress(OSError), _connect(address) as connection:
                 if self._queue_messages(connection):

@@ -6,7 +6,7 @@ batch sizes are divisible; these are the active slices. Slices that arrive later
 restarts with them when that gains more steps than it costs.
 
 This module does not wait, read a clock or use sockets: `distributed.rendezvous` tells it which
-processes have arrived, and when. Times are in seconds, all by the same clock.
+processes have arrived, and when. Times are in seconds: monotonic in `Arrivals`, else since 1970.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class SlicePolicy:
 
     slice_count: int  # slices that the run is configured for
     processes_per_slice: int
-    wait_seconds: float  # for other slices, after all processes of the first one have arrived
-    decision_seconds: float  # how much longer a process waits for the decision which slices train
+    wait_seconds: float  # for other slices, after any one slice is complete
+    decision_seconds: float  # beyond `wait_seconds`, for the decision which slices train
     is_usable: Callable[[int], bool]  # whether the run can train on this number of slices
 
     def largest_usable(self, count: int) -> int:
@@ -81,14 +81,14 @@ class Arrivals:
 
 
 def restart_pays_off(
-    policy: SlicePolicy, active_count: int, waiting_count: int, seconds_to_stop: float, cost: float
+    policy: SlicePolicy, active_count: int, waiting_count: int, until_stop: float, cost: float
 ) -> bool:
     """Returns whether restarting with the waiting slices gives more steps than continuing without.
 
-    After `seconds_to_stop` the run will stop anyway. A restart takes `cost` seconds without steps.
+    In `until_stop` seconds the run will stop anyway. A restart takes `cost` seconds without steps.
     """
     count = policy.largest_usable(active_count + waiting_count)
-    return (seconds_to_stop - cost) * count > seconds_to_stop * active_count
+    return (until_stop - cost) * count > until_stop * active_count
 
 
 def adapt_experiment(
@@ -97,39 +97,39 @@ def adapt_experiment(
     """Returns the experiment for `active_count` of its `slice_count` slices; None if impossible.
 
     Batches keep their rows. Each slice splits its rows into `shards_per_slice` shards. A shard's
-    micro-batch has as many rows as on all slices, or fewer to divide the shard's rows evenly.
+    micro-batch has at most as many rows as on all slices: the largest divisor of the shard's rows.
     """
     if active_count == slice_count:
         return experiment
-    placement, optimizer = experiment.parallelism, experiment.optimizer
-    shards, groups = active_count * shards_per_slice, placement.slices
-    if groups > 1:  # replica groups; a slice may hold several of them
+    parallelism, optimizer = experiment.parallelism, experiment.optimizer
+    shards, groups = active_count * shards_per_slice, parallelism.slices
+    if groups > 1:  # replica groups, not TPU slices: a TPU slice may hold several
         groups, remainder = divmod(groups * active_count, slice_count)
         if remainder:
             return None
     per_replica = optimizer.clip == "per_replica"
     if per_replica and optimizer.reference_replicas % shards:
-        return None  # rows whose gradient is clipped together must be in one shard
+        return None  # each of these groups of rows clips its gradient, so it must be in one shard
     accumulation = []
     for number, phase in enumerate(experiment.phases):
-        micro_batches = placement.accumulation_of(number)
+        micro_batches = parallelism.accumulation_of(number)
         # Rows of a shard in a micro-batch on all slices, and in a batch on the active slices.
         max_rows = phase.batch_size // (slice_count * shards_per_slice * micro_batches)
         rows, remainder = divmod(phase.batch_size, shards)
         if remainder or not max_rows:
             return None
-        if not per_replica:  # which does not use `accumulation`: each replica is a micro-batch
+        if not per_replica:  # else each replica is a micro-batch, and `accumulation` is unused
             counts = (n for n in range(1, rows + 1) if rows % n == 0)
             micro_batches = next(n for n in counts if rows // n <= max_rows)
         accumulation.append(micro_batches)
-    changed = dataclasses.replace(placement, slices=groups, accumulation=tuple(accumulation))
+    changed = dataclasses.replace(parallelism, slices=groups, accumulation=tuple(accumulation))
     return dataclasses.replace(experiment, parallelism=changed)
 
 
 def missing_since(
     timings: Timings, active_slices: Iterable[int], slice_count: int, now: float
 ) -> dict[str, float]:
-    """Returns {missing slice: time of the first start of its absence}, in seconds since 1970.
+    """Returns {missing slice: time of the start since which it is missing}, seconds since 1970.
 
     `timings` are the earlier lines of timings.jsonl; those of starts have the key "slices".
     """
@@ -170,6 +170,6 @@ def should_restart(
     seconds_per_step = (sum(line["seconds"] for line in train_lines) - compilation) / max(steps, 1)
     intervals = len(starts) - sum("for_slices" in line for line in timings)
     mean_interval = max(now - timings[starts[0]]["time"], 0.0) / max(intervals, 1)
-    seconds_to_stop = min(mean_interval, seconds_per_step * steps_left)
+    until_stop = min(mean_interval, seconds_per_step * steps_left)
     cost = _LAUNCH_SECONDS + since_start[0]["seconds"] + compilation
-    return restart_pays_off(policy, active_count, waiting_count, seconds_to_stop, cost)
+    return restart_pays_off(policy, active_count, waiting_count, until_stop, cost)

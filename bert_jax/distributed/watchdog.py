@@ -1,4 +1,4 @@
-"""Requests to stop, which end a run after a step with its state saved, and a watchdog for hangs."""
+"""Requests to stop, after which a run saves its state and ends; a watchdog for runs that hang."""
 
 import contextlib
 import faulthandler
@@ -20,8 +20,8 @@ from bert_jax.errors import INTERRUPTED, UNAVAILABLE
 from bert_jax.storage import retry
 
 _STDERR = 2
-# Seconds in which faulthandler prints the stacks, after which SIGALRM kills a process whose
-# interpreter lock is held, and between two checks of the deadline.
+# Seconds for faulthandler to print the stacks; then, until SIGALRM kills a process whose
+# interpreter lock is held; between two checks of the deadline.
 _PRINT, _KILL, _POLL = 1.0, 30.0, 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 _STOPPING = b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n"
@@ -52,8 +52,8 @@ class StopRequest:
     def on_step(self, done: int) -> None:
         """Updates the request; called after each step, on all processes."""
         if self._is_shared:
-            # JAX stops one step after the highest number that a process gave. A roll-back lowers
-            # `done`; the run could end before it reaches that step, so the number only rises.
+            # JAX stops one step after the highest number that a process gave. After a roll-back
+            # `done` might never reach that step, so this gives a number that only rises.
             self._reached = max(self._reached + 1, done)
             self.requested |= multihost_utils.reached_preemption_sync_point(self._reached)
 
@@ -90,18 +90,17 @@ class Watchdog:
 
     Args:
       seconds: between two resets at most; 0 disables it. BERT_JAX_HANG_AFTER overrides it.
-      coordinates: whether JAX ends the other processes when this one exits. If so, this process
+      is_coordinator: whether JAX ends the other processes when this one exits. If so, this process
         exits later, so that they can print their stacks.
     """
 
-    def __init__(self, seconds: float, coordinates: bool = False):
+    def __init__(self, seconds: float, is_coordinator: bool = False):
         self._seconds = peers_lib.read_seconds("BERT_JAX_HANG_AFTER") or seconds
-        self._print_seconds = 5 * _PRINT if coordinates else _PRINT
+        self._print_seconds = 5 * _PRINT if is_coordinator else _PRINT
         self._deadline = float("inf")
-        # Setting faulthandler and SIGALRM after each step would slow down fast steps. Both may fire
-        # `_slack` seconds late, and are set again only when that would not be enough. (`_set_for`
-        # is when faulthandler fires.)
-        self._set_for, self._slack = float("-inf"), min(_POLL, self._seconds / 10)
+        # Setting faulthandler and SIGALRM after each step would slow down fast steps. Both are set
+        # to fire `_slack` seconds late, and set again only once they would fire too early.
+        self._fires_at, self._slack = float("-inf"), min(_POLL, self._seconds / 10)
         self._watch: threading.Thread | None = None
 
     def reset(self, times: int = 1) -> None:
@@ -111,8 +110,8 @@ class Watchdog:
         seconds = times * self._seconds + self._slack
         now = time.monotonic()
         self._deadline = now + seconds + self._print_seconds
-        if not 0 <= now + seconds - self._set_for <= self._slack:
-            self._set_for = now + seconds
+        if not 0 <= now + seconds - self._fires_at <= self._slack:
+            self._fires_at = now + seconds
             faulthandler.dump_traceback_later(seconds, file=_STDERR)
             with contextlib.suppress(ValueError):  # too long for a timer
                 signal.setitimer(signal.ITIMER_REAL, seconds + self._print_seconds + _KILL)
@@ -123,7 +122,7 @@ class Watchdog:
     def pause(self) -> None:
         """Stops the timer until the next reset."""
         if self._seconds:
-            self._deadline, self._set_for = float("inf"), float("-inf")
+            self._deadline, self._fires_at = float("inf"), float("-inf")
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             faulthandler.cancel_dump_traceback_later()
 

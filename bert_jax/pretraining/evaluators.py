@@ -1,8 +1,8 @@
 """The evaluators of a pre-training run: held-out rows, sample predictions, and probes.
 
-The loss on held-out rows stands next to two baselines. The unigram baseline is the loss of a model
-that knows only how often each token occurs in the training split. The majority baseline is the
-accuracy of always giving the more frequent label.
+Metrics of held-out rows stand next to two baselines. The unigram baseline is the loss of a model
+that knows only how often each token occurs in the training split. For pairs of texts, the majority
+baseline is the accuracy of always predicting the more frequent label.
 """
 
 import dataclasses
@@ -52,21 +52,21 @@ def held_out_evaluators(
     """Returns the evaluators of held-out rows and of sample predictions."""
     is_due = due_every(experiment.run.eval_every, experiment.total_steps)
     validation = corpus_lib.open_stream(corpus.folder, "validation")
-    # {model settings: sampler}; phases may differ in these settings. Causal models have no [MASK].
-    samplers = {
-        model: PredictionSampler(experiment.run.watch, model, corpus.tokenizer, validation)
+    # {model settings: predictor}; phases may differ in settings. Causal models have no [MASK].
+    predictors = {
+        model: SamplePredictor(experiment.run.watch, model, corpus.tokenizer, validation)
         for model in {experiment.model_of(number) for number in range(len(experiment.phases))}
         if model.direction == "both"
     }
 
-    def sample(params: Any, done: int) -> dict[str, Any]:
-        model = experiment.model_after(done)
-        return samplers[model].sample(params, mesh) if model in samplers else {}
+    def predict_samples(params: Any, done: int) -> dict[str, Any]:
+        model = experiment.model_after(done)  # the settings in the last finished step
+        return predictors[model].predict(params, mesh) if model in predictors else {}
 
     held_out = HeldOutRows.of(corpus, experiment, mesh)
     return (
         Evaluator("evaluation", is_due, held_out.evaluate, describe_evaluation),
-        Evaluator("predictions", is_due, sample, lambda line: "", file="predictions"),
+        Evaluator("predictions", is_due, predict_samples, lambda metrics: "", file="predictions"),
     )
 
 
@@ -80,7 +80,7 @@ class HeldOutRows:
     experiment: Experiment
     mesh: jax.sharding.Mesh
     batches: list[batches_lib.Batch]  # see data.batches.eval_batches
-    rows: int  # number of rows that are not padding
+    count: int  # of rows that are not padding
     # The unigram baseline in nats per predicted token; its counts have add-one smoothing.
     unigram_loss: float
     majority: float | None  # the majority baseline of pairs; None without pairs
@@ -93,41 +93,41 @@ class HeldOutRows:
         data, shards = experiment.data, mesh_lib.batch_shards(mesh)
         batch_size = -(-experiment.run.eval_batch_size // shards) * shards  # rounded up
         train, validation = (corpus_lib.open_stream(corpus.folder, split) for split in SPLITS)
-        batches, rows = batches_lib.eval_batches(validation, corpus.special_ids, data, batch_size)
-        counts = train.unigrams + 1
-        if data.objective == "causal":  # also predicts [SEP] at the ends of documents and rows
-            num_rows = len(train.ids) // (data.eval_sequence_length - sentences.NUM_SPECIALS)
-            counts[corpus.special_ids.sep] += len(train.document_offsets) - 1 + num_rows
-        nats = -np.log(counts / counts.sum())
+        batches, count = batches_lib.eval_batches(validation, corpus.special_ids, data, batch_size)
+        token_counts = train.unigrams + 1
+        if data.objective == "causal":  # also predicts [SEP]: adds the ends of documents and rows
+            train_rows = len(train.ids) // (data.eval_sequence_length - sentences.NUM_SPECIALS)
+            token_counts[corpus.special_ids.sep] += len(train.document_offsets) - 1 + train_rows
+        nats = -np.log(token_counts / token_counts.sum())
         weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
         labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])
         majority = None
         if "next_sentence_labels" in batches[0]:
             labels_of_rows = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
-            negatives = sum(float(ones.sum()) for ones in labels_of_rows)  # B random, or swapped
-            majority = max(negatives / rows, 1 - negatives / rows)
+            negatives = sum(float(x.sum()) for x in labels_of_rows)  # random or swapped pairs
+            majority = max(negatives / count, 1 - negatives / count)
         unigram_loss = float((nats[labels] * weights).sum() / weights.sum())
-        return cls(experiment, mesh, batches, rows, unigram_loss, majority)
+        return cls(experiment, mesh, batches, count, unigram_loss, majority)
 
     def evaluate(self, params: Any, done: int) -> dict[str, float]:
         """Returns the mean metrics of the parameters after `done` steps.
 
         All phases are scored by `data.objective`, even those that train another objective, so that
         their metrics are comparable. `loss` is the sum of the objective's losses. Adds
-        `unigram_loss` if tokens are predicted, `perplexity` for causal models, and for pairs the
-        majority baseline (`_majority`) and the standard error (`_error`) of the accuracy.
+        `unigram_loss` if tokens are predicted, `perplexity` for causal models, and for pairs
+        `<task>_majority`, the majority baseline, and `<task>_error`, the accuracy's standard error.
         """
         experiment, mesh = self.experiment, self.mesh
         model = experiment.model_for_scoring(done)  # attends in the direction of data.objective
         objective = objective_lib.pretraining_objective(model, experiment.data)
-        sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
+        sums = {name: np.zeros(2, np.float32) for name in objective.metrics}  # sum and weight
         sums = feed.put(sums, mesh_lib.replicated(mesh))
         eval_step = step.make_eval_step(objective, experiment.parallelism, mesh)
         for batch in feed.place_all(self.batches, mesh_lib.batch_sharding(mesh)):
             sums = eval_step(params, sums, batch)
         scores = lines_lib.means(jax.device_get(sums))
         line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
-        if losses.find_task(scores, losses.TOKENS):
+        if losses.find_task(scores, losses.TOKENS):  # a head predicts tokens
             line["unigram_loss"] = self.unigram_loss
         if "next_piece_loss" in scores:  # the next-token loss of a causal model
             line["perplexity"] = math.exp(min(scores["next_piece_loss"], _MAX_LOSS))
@@ -135,32 +135,32 @@ class HeldOutRows:
         if pair_task and self.majority is not None:
             accuracy = scores[f"{pair_task}_accuracy"]
             line[f"{pair_task}_majority"] = self.majority
-            line[f"{pair_task}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / self.rows)
-        return line | {"rows": self.rows}
+            line[f"{pair_task}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / self.count)
+        return line | {"rows": self.count}
 
 
-def describe_evaluation(line: dict[str, Any]) -> str:
-    """Returns a line of text about an evaluation of held-out rows."""
-    parts = [f"held-out loss {line['loss']:.3f}"]
-    if task := losses.find_task(line, losses.TOKENS):
-        (loss, accuracy), unigram = losses.token_metrics(line), line["unigram_loss"]
+def describe_evaluation(metrics: dict[str, Any]) -> str:
+    """Returns one line of text with the metrics of an evaluation of held-out rows."""
+    parts = [f"held-out loss {metrics['loss']:.3f}"]
+    if task := losses.find_task(metrics, losses.TOKENS):
+        (loss, accuracy), unigram = losses.token_metrics(metrics), metrics["unigram_loss"]
         side = "below" if unigram >= loss else "above"
         parts = [
             f"held-out {losses.TOKENS[task]} {loss:.3f} nat, {abs(unigram - loss):.3f} {side} "
             f"the unigram baseline {unigram:.3f}"
         ]
-        parts += [f"perplexity {line['perplexity']:.1f}"] if "perplexity" in line else []
+        parts += [f"perplexity {metrics['perplexity']:.1f}"] if "perplexity" in metrics else []
         parts.append(f"accuracy {accuracy:.3f}")
-    if task := losses.find_task(line, losses.PAIRS):
-        accuracy, error, majority = (line[f"{task}_{x}"] for x in ("accuracy", "error", "majority"))
-        parts.append(f"{losses.PAIRS[task]} {accuracy:.3f} +- {error:.3f}, majority {majority:.3f}")
-    known = ("loss", "unigram_loss", "perplexity", "rows", "step", "kind")
+    if task := losses.find_task(metrics, losses.PAIRS):
+        score, error, majority = (metrics[f"{task}_{x}"] for x in ("accuracy", "error", "majority"))
+        parts.append(f"{losses.PAIRS[task]} {score:.3f} +- {error:.3f}, majority {majority:.3f}")
+    described = ("loss", "unigram_loss", "perplexity", "rows", "step", "kind")
     parts += [
         f"{name.replace('_', ' ')} {value:.3f}"
-        for name, value in line.items()
-        if name not in known and not losses.is_known(name)
+        for name, value in metrics.items()
+        if name not in described and not losses.is_known(name)
     ]
-    return f"{'; '.join(parts)} ({line['rows']} rows)"
+    return f"{'; '.join(parts)} ({metrics['rows']} rows)"
 
 
 def score_held_out(
@@ -168,8 +168,8 @@ def score_held_out(
 ) -> tuple[int, dict[str, float]]:
     """Returns the step of a run's checkpoint and its metrics on the held-out rows.
 
-    The placement fields of `experiment` may differ from the run's (see docs/glossary.md). `workdir`
-    needs the path of the corpus (`with_corpus`). `checkpoint` is `newest`, `best`, or a step.
+    `experiment` may differ from the run's in placement (devices, folders). `workdir` must come from
+    `Workdir.with_corpus`. `checkpoint` is `newest`, `best`, or a step.
     """
     # The run's own parallelism is for the devices that trained it.
     experiment = dataclasses.replace(experiment, parallelism=Parallelism())
@@ -189,8 +189,8 @@ class MaskedSentence(NamedTuple):
     truth: int | None  # the id of the original token; None if unknown
 
 
-class PredictionSampler:
-    """Predictions for sample sentences: for `texts`, or if empty, for held-out sentences."""
+class SamplePredictor:
+    """Predicts the [MASK]s of sample sentences: `texts`, or held-out ones if it is empty."""
 
     def __init__(
         self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
@@ -206,7 +206,7 @@ class PredictionSampler:
                 raise InputError(f"{field}: {len(ids)} tokens; the model reads {limit} at most")
             self._sentences.append(MaskedSentence(ids, text, None))
 
-    def sample(self, params: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    def predict(self, params: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         """Predicts the masked tokens with the parameters of a run; all processes must call it.
 
         Returns:
@@ -234,13 +234,13 @@ class PredictionSampler:
 def gather_on_primary(params: Any, mesh: jax.sharding.Mesh) -> Any:
     """Returns parameters on one device of process 0, None elsewhere; all processes must call it.
 
-    Gathers array by array: each of the other devices holds one whole array at a time.
+    Gathers array by array, so that the other devices never hold more than one whole array.
     """
     whole = mesh_lib.replicated(mesh)
 
     def gather(leaf: jax.Array) -> jax.Array | None:
         if not leaf.is_fully_replicated:
-            # Waits, since JAX allocates results when it dispatches a program.
+            # Waits: JAX allocates results at dispatch, so all whole arrays would exist at once.
             leaf = jax.block_until_ready(jax.jit(jnp.copy, out_shardings=whole)(leaf))
         return None if jax.process_index() else leaf.addressable_data(0)
 
@@ -249,7 +249,7 @@ def gather_on_primary(params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def mask_sentences(validation: Stream, tokenizer: Tokenizer, limit: int) -> list[MaskedSentence]:
-    """Returns up to six sentences from documents all over the split, each with one masked word.
+    """Returns up to six sentences from all parts of the split, each with one masked word.
 
     A sentence has at most `limit` tokens, without [CLS] and [SEP].
     """
@@ -257,9 +257,9 @@ def mask_sentences(validation: Stream, tokenizer: Tokenizer, limit: int) -> list
     samples: list[MaskedSentence] = []
     for number in range(_SAMPLES):
         document = documents * number // _SAMPLES
-        first, last = validation.document_offsets[document : document + 2].tolist()
+        first, stop = validation.document_offsets[document : document + 2].tolist()  # sentences
         # Starts in the middle of the document, since many begin with titles and boilerplate.
-        for index in range((first + last) // 2, last):
+        for index in range((first + stop) // 2, stop):
             start, end = validation.sentence_offsets[index : index + 2].tolist()
             if end - start not in _SAMPLE_LENGTHS or end - start > limit:
                 continue
@@ -272,8 +272,8 @@ def mask_sentences(validation: Stream, tokenizer: Tokenizer, limit: int) -> list
 
 def _mask_word(ids: list[int], tokenizer: Tokenizer) -> MaskedSentence | None:
     """Masks the longest word that is one token; returns None if the sentence is unsuitable."""
-    continues = [*(tokenizer.continues[i] for i in ids), False]  # the word of the token before
-    words = [i for i in range(len(ids)) if not (continues[i] or continues[i + 1])]
+    is_continuation = [*(tokenizer.continues[i] for i in ids), False]  # of the token before
+    words = [i for i in range(len(ids)) if not (is_continuation[i] or is_continuation[i + 1])]
     position = max(words, key=lambda i: len(tokenizer.token(ids[i])), default=None)
     if position is None or tokenizer.unk_id in ids:
         return None
@@ -296,14 +296,14 @@ def probe_evaluator(
 ) -> Evaluator:
     """Returns the evaluator of `probes`, a `tasks.probes.Probes`: tasks that measure the encoder.
 
-    `get_vector_settings` returns how the run's base makes text vectors, which is known only after
-    the run has loaded its state. `metrics` is the run's metrics.jsonl.
+    `get_vector_settings` returns the settings with which the run's base makes text vectors, known
+    only after the run has loaded its state. `metrics` is the run's metrics.jsonl.
     """
     setup = tokenizer, experiment.parallelism, mesh, experiment.run.eval_batch_size
 
     @functools.lru_cache(maxsize=1)  # prepares the probes again if an argument changes
     def prepare_probes(model: Model, vector_settings: TextVectors | None) -> int:
-        return probes.prepare(model, *setup, vector_settings)
+        return probes.prepare(model, *setup, vector_settings)  # FLOPs of one evaluation
 
     def evaluate_probes(params: Any, done: int) -> dict[str, Any]:
         prepare_probes(experiment.model_after(done), get_vector_settings())
@@ -316,7 +316,7 @@ def probe_evaluator(
             warning = similarity_warning(line, JsonLines(metrics).read(), base)
         return f"probes: {', '.join(scores)}{warning}"
 
-    # Prepares the probes for the first time, because the schedule depends on their cost.
+    # Prepares the probes now, before the settings are known: the schedule needs their cost.
     flops_per_evaluation = prepare_probes(experiment.model_of(0), get_vector_settings())
     is_due = _probe_schedule(experiment, flops_per_evaluation)
     return Evaluator("probes", is_due, evaluate_probes, describe, time_category="probes")
@@ -325,7 +325,7 @@ def probe_evaluator(
 def similarity_warning(line: dict[str, Any], lines: list[dict[str, Any]], base: str) -> str:
     """Returns a suffix for a message if probes of similarity score lower than at step 0.
 
-    In metrics.jsonl `line` follows `lines`. Probes without a score at step 0 are skipped.
+    In metrics.jsonl `lines` are those before `line`. Probes without a score at step 0 are skipped.
     """
     first = next((x["scores"] for x in lines if x["kind"] == "probes" and x["step"] == 0), {})
     warnings = (
@@ -344,7 +344,7 @@ def _probe_schedule(experiment: Experiment, flops_per_evaluation: int) -> Callab
     """
 
     def count_affordable(done: int) -> int:
-        """Returns how many evaluations the share of the operations of `done` steps pays for."""
+        """Returns how many evaluations fit into `run.probe_share` of the FLOPs of `done` steps."""
         training_flops = 0
         for phase in experiment.phases:
             steps = min(done, phase.steps)

@@ -54,13 +54,13 @@ class Prediction:
     """The model's predictions for a text."""
 
     masks: list[list[tuple[str, float]]]  # most likely (token, probability) for each [MASK]
-    is_next: float | None  # probability that the second text follows the first; None without it
+    is_next: float | None  # the probability that the second text follows; None without one
 
 
 @functools.lru_cache
 def logits_fn(model: Model) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Array]]:
     """Compiles (parameters, batch) -> logits of both heads; see `heads.pretraining_logits`."""
-    # `noise` is the key of dropout, `loop` how the layers run.
+    # `noise` is the PRNG key of dropout, `Loop` says how layers run: scanned, rematerialized.
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 
 
@@ -112,16 +112,16 @@ class Predictor:
             )
         tok = self._tokenizer
         ids, second_start = add_special_tokens(tok, a, b)
-        # The whole row for tokenizers that give both texts the same segment.
+        # The length of the whole row if the tokenizer gives both texts the same segment.
         first_length = first_segment_length(tok, ids, second_start)
-        row, mask = pad_row(ids, tok.pad_id, self._model)
+        row, input_mask = pad_row(ids, tok.pad_id, self._model)
         positions = np.flatnonzero(ids == tok.mask_id)
         # At least one, and a multiple of 8 so that texts share compiled programs.
         width = -(-max(len(positions), 1) // 8) * 8
         batch = {
             "input_ids": row,
-            "segment_ids": mask & (np.arange(mask.shape[1]) >= first_length),
-            "input_mask": mask,
+            "segment_ids": input_mask & (np.arange(input_mask.shape[1]) >= first_length),
+            "input_mask": input_mask,
             "masked_lm_positions": np.pad(positions, (0, width - len(positions)))[None],
         }
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
@@ -142,7 +142,7 @@ class Predictor:
 class LoadedModel(Base):
     """A run's model or a base, with its weights on one device, and methods for texts.
 
-    Both have the fields of `Base`. A run's `source` is "", and its `vectors` are its base's.
+    `Base` is a pre-trained model. A run's `source` is "", and its `vectors` are those of its base.
     """
 
     name: str = ""  # of the run, the base or the folder
@@ -159,8 +159,8 @@ class LoadedModel(Base):
         """Reads a base, or a checkpoint of a run.
 
         Args:
-          workdir: the workdir of a run; or the folder of a base, opened like a workdir. Its files
-            are in `root` on this machine; messages name `address`, which may be in a bucket.
+          workdir: of a run, or of a base's folder. `workdir.root` is the folder on this machine,
+            `workdir.address` the one that the user named, perhaps in a bucket.
           content: the parts of a checkpoint to read.
           checkpoint: for a run `newest`, `best`, or a step.
         """
@@ -238,8 +238,8 @@ class LoadedModel(Base):
           top: the number of tokens for each [MASK].
 
         Returns:
-          `masks`, a list of (token, probability) for each [MASK], and `is_next`, the probability
-          that `next_text` follows `text`, None without it. For a list of texts, a list of these.
+          A `Prediction`, or for a list of texts a list of them: `masks`, a list of (token,
+          probability) for each [MASK], and `is_next`, the probability that `next_text` follows.
         """
         firsts = list_texts(text, "text")
         seconds = [None] * len(firsts) if next_text is None else list_texts(next_text, "next_text")
@@ -283,13 +283,13 @@ class LoadedModel(Base):
         """Returns the vector of each text, float32 [texts, W].
 
         A model of sparse vectors returns a `csr_array` [texts, V] instead; a multi-vector model
-        returns `TokenVectors`, see `embeddings.forms`. The annotated type is for other models.
+        returns `TokenVectors`, see `embeddings.forms`. The annotation is for all others.
         Texts are truncated to the maximum length of the run or the base.
 
         Args:
           texts: one or several.
           pooling: the mean of the hidden states of all tokens, or the state of [CLS] or of the last
-            token; None: as the run or base has it, else the mean.
+            token; None: the run's or base's own, else the mean.
           layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
             The vectors of several layers are concatenated.
           normalize: whether vectors are scaled to length 1; None: as the run or base has it.
@@ -313,7 +313,7 @@ class LoadedModel(Base):
         """
         _require_text(text, "text")
         ids, hidden = self._run_layers(text)
-        encoder = heads.merge(self.model, self.params).encoder
+        encoder = heads.merge(self.model, self.params).encoder  # the module with these parameters
         layer_inputs = hidden[:-1, : len(ids)]  # each output is the next layer's input
         maps = attention_probabilities(encoder, self.model, layer_inputs)
         return [self.tokenizer.token(i) for i in ids], np.asarray(maps)
@@ -327,7 +327,7 @@ class LoadedModel(Base):
 
         Returns:
           float32 [B, P, V] for masked tokens, where V is rounded up to a multiple of 1,024, and
-          [B, 2]: that the second text of a row follows the first, and that it is random.
+          [B, 2]: that the second text of a row follows the first, and that it does not.
         """
         return logits_fn(self.model)(params, batch)
 
@@ -358,7 +358,7 @@ class LoadedModel(Base):
 def list_texts(texts: Texts, name: str = "texts") -> list[str]:
     """Returns one or several texts as a list; `name` is the argument's name for errors."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        _require_text(texts, name)  # raises InputError for what is not iterable
+        _require_text(texts, name)  # accepts a str; raises InputError for others
         return [texts]
     for position, text in enumerate(texts := list(texts)):
         _require_text(text, f"{name}[{position}]")
@@ -366,7 +366,7 @@ def list_texts(texts: Texts, name: str = "texts") -> list[str]:
 
 
 def list_inputs(inputs: Iterable[str | Sequence[str]]) -> list[str | Sequence[str]]:
-    """Returns a task's inputs, texts or sequences of texts, as a list; one text is one input."""
+    """Returns a task's inputs, texts or sequences of texts, as a list; a lone text is one input."""
     if isinstance(inputs, str) or not isinstance(inputs, Iterable):
         return [*list_texts(inputs)]
     return list(inputs)
@@ -409,14 +409,15 @@ def _read_checkpoint(
     names: tuple[str, ...],
     checkpoint: str,
 ) -> Restored:
-    """Returns parts of a checkpoint's state, replicated over the mesh."""
+    """Returns the parts `names` of a checkpoint (`newest`, `best`, a step), on the whole mesh."""
     checkpoints = Checkpoints(workdir.checkpoints)
-    # The newest one has the current settings, which `extend` may have changed after older ones.
+    # Compares all settings but placement, with the newest: `extend` may have changed older ones.
     saved_experiment = checkpoints.experiment(checkpoints.find_step("newest"))
     if changed := config.differences(saved_experiment, experiment, role="identity"):
         raise InputError(
             f"{workdir.address}: was trained with other settings ({'; '.join(changed)})"
         )
+    # The objectives of all phases have the same parameters.
     pretraining = objective.pretraining_objective(experiment.model, experiment.data)
     abstract = step.abstract_state(pretraining, experiment.optimizer, Parallelism(), mesh)
     restored = checkpoints.restore_by_name(checkpoint, {name: abstract[name] for name in names})

@@ -24,7 +24,7 @@ class PreparedCorpus:
     manifest: dict[str, Any]  # the sources and settings of the corpus
     tokenizer: Tokenizer  # the tokenizer that it was prepared with
     special_ids: batches.Ids  # of the tokenizer: [PAD], [CLS], [SEP], [MASK]
-    # The result of `_stamps` when batches were first requested; empty before.
+    # The result of `_read_stamps` when batches were first requested; empty before.
     stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -38,7 +38,7 @@ class PreparedCorpus:
     @property
     def sha256(self) -> str:
         """Returns the hash that identifies the corpus."""
-        return corpus.manifest_hashes(self.manifest)[0]  # the second is of earlier versions
+        return corpus.manifest_hashes(self.manifest)[0]  # [1] is that of older bert-jax versions
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
@@ -58,11 +58,11 @@ class PreparedCorpus:
                 f"{self.folder / 'manifest.json'}: was changed while a run was reading the corpus; "
                 "restore the old file and run again, the run resumes from its newest checkpoint"
             )
-        if self.stamps and self.stamps != (now := self._stamps()):
+        if self.stamps and self.stamps != (now := self._read_stamps()):
             corpus.verify(self.folder)
             self.stamps = now
 
-    def _stamps(self) -> dict[str, tuple[int, int]]:
+    def _read_stamps(self) -> dict[str, tuple[int, int]]:
         """Returns the size and the modification time of each file of the training split."""
         stamps = {}
         for path in (self.folder / "stream" / "train").glob("*"):
@@ -81,23 +81,22 @@ class PreparedCorpus:
     def train_batches(
         self, experiment: Experiment, phase_index: int, uploads_counts: bool = False
     ) -> batches.TrainBatches | mixture.MixedBatches:
-        """Returns the batches of a phase; the plan of an epoch is made when a batch needs it.
+        """Returns the batches of a phase; plans an epoch (its rows, in random order) when needed.
 
-        One process sets `uploads_counts`, to save row counts of epochs in the corpus's bucket, too.
+        One process passes `uploads_counts=True`, to save row counts of epochs in the bucket, too.
         """
         phase, data = experiment.phases[phase_index], experiment.data_of(phase_index)
         stream = corpus.open_stream(self.folder, "train")
-        random_key = experiment.seed, "train", phase_index
-        self.stamps = self.stamps or self._stamps()
+        seed_parts = experiment.seed, "train", phase_index
+        self.stamps = self.stamps or self._read_stamps()
         length, max_predictions = phase.sequence_length, phase.max_predictions_per_seq
-        # A fork adds `row_offset` to its row numbers, to continue after the rows of its parent.
         shape = batches.BatchShape(length, max_predictions, phase.batch_size, phase.row_offset)
         uploads_counts = uploads_counts and self.location != self.folder
 
-        def plan_batches(part: Stream, *source: object) -> batches.TrainBatches:
+        def make_batches(part: Stream, *seed_suffix: object) -> batches.TrainBatches:
             plans = Plans(
                 part,
-                PlanSpec((*random_key, *source), length, data.short_seq_prob, data.units),
+                PlanSpec((*seed_parts, *seed_suffix), length, data.short_seq_prob, data.units),
                 self.sha256,
                 self.folder / corpus.COUNTS_FILE,
                 self.location / corpus.COUNTS_FILE if uploads_counts else None,
@@ -108,8 +107,8 @@ class PreparedCorpus:
             )
 
         if not experiment.corpus.is_mixed:
-            return plan_batches(stream)
+            return make_batches(stream)
         parts = mixture.split_sources(self.manifest, stream)
         weights = mixture.phase_weights(experiment, phase_index, parts)
-        by_source = [plan_batches(part, "source", i) for i, part in enumerate(parts)]
-        return mixture.MixedBatches(by_source, mixture.SourceOrder(weights, random_key))
+        by_source = [make_batches(part, "source", i) for i, part in enumerate(parts)]
+        return mixture.MixedBatches(by_source, mixture.SourceOrder(weights, seed_parts))

@@ -32,8 +32,8 @@ from bert_jax.training.objective import Objective
 class PretrainingJob(Job):
     """The pre-training of an experiment on its corpus.
 
-    `probes`, a `tasks.probes.Probes` or None, are evaluated during the run. For `may_extend` and
-    `fork_point` see `Job`.
+    `probes`, a `tasks.probes.Probes` or None, are evaluated during the run. For `restart_hint`,
+    `may_extend` and `fork_point` see `Job`.
     """
 
     restart_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
@@ -50,19 +50,19 @@ class PretrainingJob(Job):
     ):
         super().__init__(experiment, workdir, report)
         self.may_extend, self.probes, self.fork_point = may_extend, probes, fork_point
-        # How the base makes text vectors; known after `initial_state` or `load_notes`.
-        self._vectors: TextVectors | None = None
+        # How the base makes text vectors; set by `initial_state` or `accept_checkpoint`.
+        self._vector_settings: TextVectors | None = None
 
     def fit_to_slices(
         self, active: int, configured: int, processes_per_slice: int
     ) -> Experiment | None:
         devices = processes_per_slice * system.local_device_count()
         # make_mesh rejects a tensor axis that is longer than a slice.
-        shards = max(devices // self.experiment.parallelism.tensor, 1)
-        return slices.adapt_experiment(self.experiment, active, configured, shards)
+        shards_per_slice = max(devices // self.experiment.parallelism.tensor, 1)
+        return slices.adapt_experiment(self.experiment, active, configured, shards_per_slice)
 
     def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
-        require_runnable(self.experiment, mesh)  # only settings: the corpus may not exist yet
+        require_runnable(self.experiment, mesh)  # reads no files: the corpus may not exist yet
 
     def require_initial_weights(self) -> None:
         if self.fork_point is None:
@@ -74,15 +74,15 @@ class PretrainingJob(Job):
         experiment = self.experiment
         changed = config.differences(saved, experiment, "identity")
         if self.may_extend:
-            last = f"phases.{len(saved.phases) - 1}.steps:"
+            last_steps = f"phases.{len(saved.phases) - 1}.steps:"
             if experiment.total_steps < saved.total_steps:
                 raise InputError(
                     f"extend: {experiment.total_steps} steps are fewer than the "
                     f"{saved.total_steps} that the run has already"
                 )
-            if any(line.startswith(last) for line in changed):
+            if any(line.startswith(last_steps) for line in changed):
                 self.report("extend: the learning rate schedules change, since they end later")
-            changed = [line for line in changed if not line.startswith(last)]
+            changed = [line for line in changed if not line.startswith(last_steps)]
         # Sources at other paths are no change if their files are the same.
         moved = [line for line in changed if line.startswith("corpus.sources:")]
         if moved and corpus.is_made_of(self.workdir.corpus, experiment.corpus):
@@ -103,18 +103,18 @@ class PretrainingJob(Job):
             )
 
     def prepare(self, peers: Peers) -> None:
-        experiment, folder = self.experiment, self.workdir.corpus
+        experiment, location = self.experiment, self.workdir.corpus
 
         def make() -> None:
-            corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.report)
+            corpus.prepare(experiment.corpus, experiment.model.vocab_size, location, self.report)
             if self.fork_point is not None:
-                self.fork_point.begin(self.workdir)
+                self.fork_point.copy_lines(self.workdir)
             # The first `open_stream` of a split builds files, which one process must do alone.
             for split in SPLITS if peers.count > 1 else ():
-                corpus.open_stream(corpus.local_corpus(folder), split)
+                corpus.open_stream(corpus.local_corpus(location), split)
 
-        peers.run_on_primary("made", make)
-        corpus.local_corpus(folder, self.report)  # downloads a corpus from a bucket to this host
+        peers.run_on_primary("prepare corpus", make)
+        corpus.local_corpus(location, self.report)  # downloads a corpus from a bucket to this host
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         experiment = self.experiment
@@ -128,9 +128,9 @@ class PretrainingJob(Job):
         objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
         run_evaluators = evaluators.held_out_evaluators(experiment, self._corpus, mesh)
         if self.probes is not None:
-            args = self.probes, experiment, self._corpus.tokenizer, mesh, lambda: self._vectors
-            probe_evaluator = evaluators.probe_evaluator(*args, self.workdir.metrics)
-            run_evaluators = *run_evaluators, probe_evaluator
+            args = self.probes, experiment, self._corpus.tokenizer, mesh
+            args = *args, lambda: self._vector_settings, self.workdir.metrics
+            run_evaluators = *run_evaluators, evaluators.probe_evaluator(*args)
             self.report(f"probes: {self.probes.description}")
         self.training = Training(
             objective=objective,
@@ -146,10 +146,10 @@ class PretrainingJob(Job):
             self.report(line)
         self.report(_summary(experiment, objective, mesh))
 
-    def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
+    def initial_state(self, new_state: step_lib.State) -> tuple[step_lib.State, str]:
         base = base_lib.load_initial(self.experiment)
         if base is None:
-            return fresh, ""
+            return new_state, ""
         path = self.experiment.init_from
         base_lib.require_same_tokenizer(base, self._corpus.tokenizer, path)
         remedy = f"give all processes the same {path}"
@@ -158,13 +158,13 @@ class PretrainingJob(Job):
         moments = "" if base.moments is None else f" and moments of step {base.moments.step}"
         self.report(f"init_from: {path}, all weights{moments} {base.sha256[:12]}{untrained}")
         if base.vectors is not None:
-            self._vectors = base.vectors
+            self._vector_settings = base.vectors
             self.report(
                 f"init_from: {path} is a model of text vectors, which pre-training may make worse; "
                 "to measure this, add a task of task.kind=similar to run.probes"
             )
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
-        state = fresh | {"params": feed.put(base.params, shardings)}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, new_state["params"])
+        state = new_state | {"params": feed.put(base.params, shardings)}
         if base.moments is not None:
             trees = (feed.put(tree, shardings) for tree in (base.moments.mean, base.moments.square))
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *trees)
@@ -172,29 +172,29 @@ class PretrainingJob(Job):
 
     def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
         self._corpus.require_same(metadata)
-        self._vectors = base_lib.read_vectors(metadata.get("notes", {}))
+        self._vector_settings = base_lib.read_vectors(metadata.get("notes", {}))
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        return {"vectors": dataclasses.asdict(self._vectors)} if self._vectors else {}
+        return {"vectors": dataclasses.asdict(v)} if (v := self._vector_settings) else {}
 
     def _phase_batches(self, done: int) -> PhaseBatches:
-        """Returns the batches of the phase with the next step, the one after `done` steps."""
+        """Returns the batches of the phase to which the step after `done` steps belongs."""
         experiment = self.experiment
-        number, first = experiment.phase_at(done)
-        phase = experiment.phases[number]
-        train = self._corpus.train_batches(experiment, number, self._peers.is_primary)
+        phase_index, first_step = experiment.phase_at(done)
+        phase = experiment.phases[phase_index]
+        train = self._corpus.train_batches(experiment, phase_index, self._peers.is_primary)
         objectives = [experiment.data_of(n).objective for n in range(len(experiment.phases))]
         return PhaseBatches(
-            number=number,
-            first=first,
+            number=phase_index,
+            first=first_step,
             steps=phase.steps,
             batch_size=phase.batch_size,
-            objective=objective_lib.make_objective(experiment, number),
+            objective=objective_lib.make_objective(experiment, phase_index),
             make_batch=train.batch,
             is_ready=train.is_ready,
             stop_planning=train.close,
-            # A training line sums up steps of one objective only.
-            ends_window=len({*objectives[number : number + 2]}) > 1,
+            # A line of training metrics averages steps of one objective only.
+            ends_window=len({*objectives[phase_index : phase_index + 2]}) > 1,
         )
 
 
@@ -204,8 +204,8 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
     # Raises InputError if the state cannot be sharded over the mesh.
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
-    replicas = experiment.optimizer.reference_replicas  # groups of rows that are clipped apart
-    shards = mesh_lib.batch_shards(mesh)
+    replicas = experiment.optimizer.reference_replicas  # row groups; each clips its gradient
+    shards = mesh_lib.batch_shards(mesh)  # devices, or groups of them that hold one tensor
     if experiment.optimizer.clip == "per_replica" and replicas % shards:
         raise InputError(
             f"optimizer.reference_replicas={replicas}: not a multiple of the {shards} devices; "

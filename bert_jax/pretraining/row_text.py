@@ -51,7 +51,7 @@ def _origins(
         counts = np.bincount(source, minlength=len(sources)).tolist()
         notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
         return [f"{sources[s]}, its row {n}" for s, n in zip(source, numbers, strict=True)], notes
-    # All epochs have the same number of rows; their plans may have a few rows more or less.
+    # An epoch has `rows_per_epoch` rows: it drops or repeats some if its plan has more or fewer.
     count, notes = train.rows_per_epoch, []
     epochs, slots = np.divmod(rows, count)
     for epoch in np.unique(epochs):

@@ -140,7 +140,7 @@ class Job:
         """Opens the training data and sets `training`."""
         raise NotImplementedError
 
-    def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
+    def initial_state(self, new_state: step.State) -> tuple[step.State, str]:
         """Returns the state before the first step, and the hash of its base ("" without a base)."""
         raise NotImplementedError
 

@@ -74,7 +74,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         _require_same_start(job, peers)
         # Process 0 runs the coordinator of JAX, without which the other processes end.
         is_coordinator = peers.is_primary and peers.count > 1
-        watchdog = Watchdog(experiment.run.hang_after_seconds, coordinates=is_coordinator)
+        watchdog = Watchdog(experiment.run.hang_after_seconds, is_coordinator=is_coordinator)
         stack.callback(watchdog.pause)  # the caller's process may continue after the run
         watchdog.reset(times=2)  # allows twice run.hang_after_seconds: compiling takes long
         _require_checkable(experiment.run, mesh)

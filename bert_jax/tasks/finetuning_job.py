@@ -236,15 +236,15 @@ class FinetuningJob(Job):
         yield f"finetune: unknown tokens: {values}"
         yield from filter(None, (share.warning(name) for name, share in unknown.items()))
 
-    def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
-        params = dict(fresh["params"])
+    def initial_state(self, new_state: step.State) -> tuple[step.State, str]:
+        params = dict(new_state["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in base_params(self._base, self.objective).items():
                 if name not in self._base.fresh:
                     params[name] = _overlay(params[name], tree)
         if (head := base_head(self._base, self.experiment, self.labels)) is not None:
             params["head"] = _overlay(params["head"], head)
-        return fresh | {"params": params}, self._base.sha256
+        return new_state | {"params": params}, self._base.sha256
 
     def accept_checkpoint(self, metadata: dict[str, Any]) -> None:
         if metadata["corpus_sha256"] != self.data_sha256:

@@ -293,8 +293,8 @@ def test_a_place_is_come_to_again():
     ],
 )
 def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(error, passes):
-    assert (type(peers.classify_fault(error)) is Unavailable) == passes
-    assert passes or peers.classify_fault(error) is error
+    assert (type(peers.translate_device_error(error)) is Unavailable) == passes
+    assert passes or peers.translate_device_error(error) is error
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_guessers_are_those_that_have_counted_alone(prepared):
         predicted += weights.sum()
         random += (batch["next_sentence_labels"] * batch["row_weights"]).sum()
     assert held_out.unigram_loss == pytest.approx(nats / predicted)
-    share = random / held_out.rows
+    share = random / held_out.count
     assert held_out.majority == pytest.approx(max(share, 1 - share)) and held_out.majority > 0.5
 
 
