@@ -79,7 +79,7 @@ def test_at_which_steps_a_fork_or_decay_may_begin(command, step, fits, tmp_path,
     """A run of four steps: a fork begins before its end, a decay where the rate is at its peak."""
     decay = "optimizer.decay_steps=1"
     experiment = config.override(config.load(str(write_text(tmp_path))), [*STABLE, *FOUR, decay])
-    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda self: (experiment, "no checksum"))
+    monkeypatch.setattr(fork_lib.ForkPoint, "load_saved", lambda self: (experiment, "no checksum"))
     fork_point = fork_lib.ForkPoint(Workdir(tmp_path), step, command)
     if fits:
         fork_point.require_compatible(experiment)
@@ -149,7 +149,7 @@ def test_a_fork_of_a_fork_skips_the_rows_of_both(file, copy_of_run, monkeypatch)
     first = config.override(small, ["phases.1.batch_size=2", "phases.1.row_offset=4"])
     assert rows_of(first, 16, 20) == [(1, row) for row in range(8, 16)]
     (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
-    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda self: (first, "no checksum"))
+    monkeypatch.setattr(fork_lib.ForkPoint, "load_saved", lambda self: (first, "no checksum"))
     second = planned_fork(copy_of_run, "run", 20, "phases.1.batch_size=4", file=file)
     assert rows_of(second, 20, 22) == [(1, row) for row in range(16, 24)]
     other = planned_fork(copy_of_run, "run", 20, "phases.1.batch_size=4", "seed=1", file=file)

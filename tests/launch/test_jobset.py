@@ -127,12 +127,12 @@ def test_pods_find_each_other_where_jax_would_look_for_them(monkeypatch):
                 patch.setenv(name, value)
             place = rendezvous.read_process_info()
             assert place.number == GkeTpuCluster.get_process_id() == index
-            assert place.count == GkeTpuCluster.get_process_count() == 4
+            assert place.process_count == GkeTpuCluster.get_process_count() == 4
             assert place.address == GkeTpuCluster.get_coordinator_address(1, None)
             assert os.environ["JAX_COORDINATOR_BIND_ADDRESS"] == "10.0.0.7:8482"
             places.append(place)
     assert len({place.address for place in places}) == 1
-    assert all(place.number < place.count for place in places)
+    assert all(place.number < place.process_count for place in places)
 
 
 def test_several_slices_are_a_job_each_and_number_their_pods_through(monkeypatch):

@@ -9,10 +9,10 @@ from compare import assert_identical
 from small_run import (
     OBJECTIVES,
     assert_same_run,
-    bert_jax,
     final_state,
     hooked,
     pretrain,
+    run_bert_jax,
     write_second_source,
     write_text,
 )
@@ -136,7 +136,9 @@ def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step):
 def test_phases_are_the_same_on_any_devices(learned, devices, state):
     place = learned / f"{devices}-{state}"
     sets = [x for s in (*PHASES, f"parallelism.state={state}") for x in ("--set", s)]
-    done = bert_jax("pretrain", f"{learned}/small.py", "--workdir", place, *sets, devices=devices)
+    done = run_bert_jax(
+        "pretrain", f"{learned}/small.py", "--workdir", place, *sets, devices=devices
+    )
     assert done.returncode == 0, done.stderr.decode()
     for ours, theirs in zip(lines(place), lines(learned / "both"), strict=True):
         for name, value in theirs.items():

@@ -124,7 +124,7 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
     keys = [*rows.row_arrays["keys"], *other.row_arrays["keys"]]
     assert keys[:2] == keys[2:4] and keys[1] == keys[4] and len(set(keys)) == 3
     ids = Ids(ours.pad_id, ours.cls_id, ours.sep_id, ours.mask_id, ours.size, ours.continues)
-    prepared = SimpleNamespace(tokenizer=ours, folder="x", ids=ids, sha256="")
+    prepared = SimpleNamespace(tokenizer=ours, folder="x", special_ids=ids, sha256="")
     documents = stream.make_stream([[ours.encode_after_space("how are")]])
     monkeypatch.setattr(similar.PreparedCorpus, "open", lambda folder: prepared)
     monkeypatch.setattr(similar.corpus, "open_stream", lambda folder, split: documents)

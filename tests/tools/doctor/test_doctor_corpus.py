@@ -181,7 +181,7 @@ def test_shared_sentences_are_found_wherever_they_stand():
     for doc in held_out:
         doc[7:12] = train[11][3:8]
         doc[0] = [5, *train[5][0][:-1]]  # the same pieces, one place on
-    (found,) = examined.near_duplicates(
+    (found,) = examined.find_leaked_sentences(
         stream.make_stream(train),
         stream.make_stream(held_out),
         lambda at: str(at),
