@@ -34,7 +34,7 @@ def experiment():
 """
 
 
-# Settings of the small run for each objective but the paper's, of both kinds of encoders.
+# `--set` strings of the small run for each objective but the paper's, of both kinds of encoders.
 OBJECTIVES = {
     "mlm": ("data.objective=mlm",),
     "mlm_sop": ("data.objective=mlm_sop",),
@@ -52,7 +52,7 @@ OBJECTIVES = {
 }
 
 
-# Settings of a run whose phases draw from two sources by shares of their own.
+# `--set` strings of a run whose phases draw from two sources by shares of their own.
 TWO_SOURCES = (
     *("corpus.sources=text:{folder}/text,text:{folder}/more", "run.corpus_dir={folder}/mixed"),
     *("corpus.temperature=0.5", "phases.0.mixture=1,0", "phases.1.mixture=1,3"),
@@ -60,7 +60,7 @@ TWO_SOURCES = (
 
 
 def write_second_source(folder: pathlib.Path) -> tuple[str, ...]:
-    """Writes other text besides that of `write_text`; returns the settings `TWO_SOURCES`."""
+    """Writes other text besides that of `write_text`; returns `TWO_SOURCES`."""
     (folder / "more").mkdir()
     (folder / "more" / "all.txt").write_text(
         (folder / "text" / "all.txt").read_text().replace("w", "x")
@@ -135,7 +135,7 @@ def killed(step: int, by: int, *args: object, **options) -> subprocess.Completed
 
 
 def settings(devices: int) -> dict[str, str]:
-    """Environment of jax: virtual devices, and a folder of compiled programs.
+    """Environment variables of jax: virtual devices, and a folder of compiled programs.
 
     Tests compile the same small programs again and again, so they share what is compiled, and it
     is compiled quickly, unless `make test-nightly` has it as a user's.
@@ -160,7 +160,7 @@ def settings(devices: int) -> dict[str, str]:
 
 
 def pretrain(
-    file: pathlib.Path, workdir: pathlib.Path, *settings: str, may_extend: bool = False
+    file: pathlib.Path, workdir: pathlib.Path, *overrides: str, may_extend: bool = False
 ) -> tuple[str, str]:
     """Runs in this process; returns the outcome and what was shown."""
     from rich.console import Console
@@ -172,7 +172,7 @@ def pretrain(
     from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
 
-    experiment = config.override(config.load(str(file)), settings)
+    experiment = config.override(config.load(str(file)), overrides)
     console = Console(record=True, width=200, file=io.StringIO())
     place = Workdir(workdir, experiment.run.corpus_dir)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -183,7 +183,7 @@ def pretrain(
 
 @contextlib.contextmanager
 def hooked(**methods):
-    """Within it runs call these functions at the moments of `Hooks` that they are named after."""
+    """While it is active, runs call these functions as the `Hooks` of the same names."""
     from bert_jax.running.context import HOOKS, Hooks  # after jax's settings
 
     hooks = Hooks()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from broken import asked as call
+from broken import asked as run_cli
 from broken import fails, said
 
 from bert_jax import cli, config
@@ -49,7 +49,7 @@ def test_help_shows_the_exit_codes_of_the_command(capsys):
 @pytest.mark.parametrize(
     "command", ["predict wa", "embed --out v.npz", "search x wa", "evaluate", "evaluate --task x"]
 )
-def test_the_base_of_a_run_that_has_none_is_refused(command, run):
+def test_from_is_refused_for_a_run_without_a_base(command, run):
     fails(f"{command} --workdir run --from elsewhere", "--from")
 
 
@@ -82,7 +82,7 @@ def test_flags_that_have_their_defaults_count_as_not_given():
 
 
 def test_an_answer_without_a_model_is_given_without_jax():
-    """Help, slips and what is not there take a third of a second of CPU."""
+    """Help, usage errors and missing files need no import of it: a third of a second of CPU."""
     code = (
         "import contextlib, sys; from bert_jax import cli\n"
         "for words in (['--help'], ['pretrian'], ['show', 'tiny', '--set', 'data.foo=1'],\n"
@@ -132,9 +132,9 @@ def test_a_run_that_goes_on_under_other_code_says_so(copy_of_run, monkeypatch):
     before = environment.environment()
     (start, *_) = lines_of(pathlib.Path("run/timings.jsonl"))
     assert start["environment"] == json.loads(json.dumps(before))
-    assert " -> " not in call("pretrain --workdir run")[1]
+    assert " -> " not in run_cli("pretrain --workdir run")[1]
     monkeypatch.setattr(environment, "code_hash", lambda: "0" * 12)
-    assert f"code {before['code']} -> {'0' * 12}" in call("pretrain --workdir run")[1]
+    assert f"code {before['code']} -> {'0' * 12}" in run_cli("pretrain --workdir run")[1]
     older = start["environment"] | {"devices": ["cpu", 77]}
     older["versions"] = older["versions"] | {"jax": "0.1"}
     del older["code"]  # what was not saved has not changed
@@ -161,28 +161,28 @@ def test_the_hash_of_the_code_is_of_names_and_bytes(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_while_preparing_leaves_nothing(run, tmp_path, monkeypatch):
-    from bert_jax.data import parts
+    from bert_jax.data import parts  # of a corpus; `Read` splits one into words
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parts.Read, "make", interrupted)
-    code, _, err = call("pretrain small.py --set run.corpus_dir= --workdir", tmp_path / "w")
+    code, _, err = run_cli("pretrain small.py --set run.corpus_dir= --workdir", tmp_path / "w")
     assert code == 130 and err == "bert-jax: interrupted\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_prepare_alone_and_twice(run, tmp_path):
     words = "prepare small.py --set run.corpus_dir= --workdir"
-    assert call(words, tmp_path / "w")[0] == 0
-    code, out, _ = call(words, tmp_path / "w")
+    assert run_cli(words, tmp_path / "w")[0] == 0
+    code, out, _ = run_cli(words, tmp_path / "w")
     assert code == 0 and out.count("\n") == 1 and "is ready" in out
 
 
 def test_a_setting_without_effect_is_noted(copy_of_run, monkeypatch):
     monkeypatch.setattr("bert_jax.running.session.run", lambda *_: "finished")
     for command in ("pretrain", "show"):
-        code, out, _ = call(f"{command} small.py --workdir new --set optimizer.decay_steps=5")
+        code, out, _ = run_cli(f"{command} small.py --workdir new --set optimizer.decay_steps=5")
         assert code == 0 and "optimizer.decay_steps=5" in out
 
 
@@ -211,7 +211,7 @@ def test_metrics_lines_are_complete(run):
     timings = lines_of(run / "timings.jsonl")
     laps = lines_of(run / "timings.jsonl", "train")
     assert [line["step"] for line in laps] == steps
-    # What counts is what is no padding; the share that is stands next to it.
+    # The real rates count no padding; its share is in the line, too.
     for line, share in zip(laps, (line["filled"] for line in train), strict=True):
         assert 0 < share < 1 and line["padding"] == 1 - share
         for name in ("tokens_per_second", "utilisation"):
@@ -241,7 +241,7 @@ def test_watched_sentences_are_asked_at_every_evaluation(run):
 
 def test_show_decodes_the_batch_that_was_trained_on(run):
     lines = said("show small.py --workdir run --step 9 --rows 2").splitlines()
-    assert lines[0].startswith("step 9: phase 0, its step 9 of 14, 8 rows of 16")
+    assert lines[0].startswith("step 9: phase 0, its step 9 of 14, 8 rows of 16")  # tokens
     assert any(line.startswith("epoch 1: ") for line in lines)
     text = [line for line in lines if line.startswith("[CLS] ")]
     assert len(text) == 2 and all(line.count("[SEP]") == 2 and "|" in line for line in text)
@@ -257,30 +257,31 @@ def test_config_prints_what_the_run_was(run):
 
 
 def test_predict_fills_masks_and_judges_pairs(run):
-    code, out, _ = call("predict --workdir run --top 3 'wa [MASK] wb [MASK] .' --next '[MASK] xa'")
+    command = "predict --workdir run --top 3 'wa [MASK] wb [MASK] .' --next '[MASK] xa'"
+    code, out, _ = run_cli(command)
     lines = out.splitlines()
     assert code == 0 and lines[:2] == ["wa [MASK] wb [MASK] .", "[MASK] xa"]
     assert [line.split(":")[0] for line in lines[2:5]] == [f"  [MASK] {i}" for i in (1, 2, 3)]
     assert len(lines[2].split(":")[1].split()) == 6
     assert lines[5].startswith("  B follows A: 0.")
-    code, out, _ = call("predict --workdir run", stdin=b"wa [MASK]\nwa\twb\n")
+    code, out, _ = run_cli("predict --workdir run", stdin=b"wa [MASK]\nwa\twb\n")
     assert code == 0 and out.count("[MASK] 1:") == 1 and out.count("B follows A") == 1
-    code, out, err = call("predict --workdir run '房间 好'")
+    code, out, err = run_cli("predict --workdir run '房间 好'")
     assert code == 0 and "write [MASK]" in out and err.startswith("warning: 100% of the text is")
 
 
 def test_predictions_do_not_depend_on_padding(run, monkeypatch):
-    """A text is padded to a multiple of some length; to another one it says the same."""
+    """A text is padded to a multiple of some length; another multiple gives the same answer."""
     experiment = config.load("run/experiment.json")
     place = Workdir(run, experiment.run.corpus_dir)
     prepared = PreparedCorpus.open(place.corpus)
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     params, step = loaded_model.load_params(experiment, place, prepared, mesh)
     assert step == 22
-    asked = loaded_model.Predictor(experiment.model, prepared.tokenizer)
-    padded = asked.predict(params, "wa [MASK] wb", None, 3)
+    predictor = loaded_model.Predictor(experiment.model, prepared.tokenizer)
+    padded = predictor.predict(params, "wa [MASK] wb", None, 3)
     monkeypatch.setattr(loaded_model, "_LENGTH_STEP", 5)
-    padded_less = asked.predict(params, "wa [MASK] wb", None, 3)
+    padded_less = predictor.predict(params, "wa [MASK] wb", None, 3)
     for (a, p), (b, q) in zip(padded.masks[0], padded_less.masks[0], strict=True):
         assert a == b and p == pytest.approx(q, rel=1e-5)
 
@@ -291,24 +292,23 @@ def test_tokenize_writes_ids_line_for_line(run):
     lines = [tok.encode(line) for line in ("wa wb", "", "zz\u2028wa\r", "[SEP]")]
     assert tok.sep_id not in lines[3]
     for named in ("vocab.txt", "corpus/tokenizer"):
-        code, out, _ = call(f"tokenize --tokenizer {named}", stdin=text)
+        code, out, _ = run_cli(f"tokenize --tokenizer {named}", stdin=text)
         assert code == 0 and out == "".join(" ".join(map(str, ids)) + "\n" for ids in lines)
 
 
 def test_doctor_shows_its_findings_and_exits_1_if_one_is_a_problem(run, tmp_path):
     for path in ("run", "small.py"):
         assert said(f"doctor {path}").splitlines()[-1].startswith("no problem, ")
-    code, out, _ = call("doctor small.py --set corpus.layout=paragraphs_by_line")
+    code, out, _ = run_cli("doctor small.py --set corpus.layout=paragraphs_by_line")
     lines = out.splitlines()
     assert code == 1 and lines[0].startswith("problem: ") and lines[-1].startswith("1 problem")
     assert [line.split()[0] for line in lines[1:4]] == ["example", "effect", "remedy"]
-    text = pathlib.Path("text/all.txt").read_text()
-    (tmp_path / "\x1b[31m.txt").write_text("\x1b[31m" + text)
-    code, out, _ = call("doctor", tmp_path)
+    (tmp_path / "\x1b[31m.txt").write_text("\x1b[31m" + pathlib.Path("text/all.txt").read_text())
+    code, out, _ = run_cli("doctor", tmp_path)
     assert code == 1 and "\x1b" not in out
 
 
-def test_a_reader_that_leaves_is_no_error_of_ours(run):
+def test_a_closed_pipe_gives_no_traceback(run):
     command = f"{sys.executable} -m bert_jax.cli config --explain | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
     assert b"Traceback" not in done.stderr

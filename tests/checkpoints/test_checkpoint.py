@@ -10,7 +10,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from broken import asked, fails, said, tree
+from broken import asked, fails, said, tree  # the first three run a command
 from etils import epath
 from orbax.checkpoint._src.futures import synchronization
 from small_run import assert_same_run, hooked, pretrain, saves_in
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(damage, run):
 
 @pytest.mark.long
 def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finished_run, run):
-    """Also an older one of which Orbax would not hear, and without which it would not open."""
+    """Also an older one that Orbax cannot read, and that would keep it from opening any."""
     flipped_bit(run / "checkpoints" / "22")
     orbax_refuses(run / "checkpoints" / "16")
     outcome, shown = again(run)
@@ -142,8 +142,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
 @pytest.mark.long
 def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
     """So that a kill in between leaves the step of the newest."""
-    seen = {}
-    look = Saver.poll
+    seen, look = {}, Saver.poll
 
     def watch(step, path):
         seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]
@@ -220,7 +219,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(error, words
 
 
 def failing(*errors: Exception, then=None):
-    """A function that raises these one after the other, and then does what `then` does."""
+    """A function that raises the errors in turn, then calls `then`; if None, always the first."""
     left = list(errors)
 
     def fail(*args, **kwargs):
@@ -231,15 +230,15 @@ def failing(*errors: Exception, then=None):
     return fail
 
 
-PASSING = [
+TRANSIENT = [
     OSError(errno.ESTALE, "Stale file handle"),
     TimeoutError(),
     ValueError("UNAVAILABLE: Error reading state: HTTP response code: 503"),
 ]
 
 
-@pytest.mark.parametrize("error", PASSING, ids=str)
-def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, run, monkeypatch):
+@pytest.mark.parametrize("error", TRANSIENT, ids=str)
+def test_a_transient_fault_while_one_is_read_damages_nothing(error, run, monkeypatch):
     """Of its metadata, of its arrays, and of the list of checkpoints."""
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     for owner, name in (
@@ -294,7 +293,7 @@ def test_a_checkpoint_of_another_format_is_named(run):
         again(run)
 
 
-def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
+def test_checksums_are_computed_only_after_all_have_read(run, monkeypatch):
     """Else one that could not read would leave the others waiting in a computation."""
     seen = []
 
@@ -312,13 +311,14 @@ def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
 
 
 def newest(run: pathlib.Path, *agreed, folder=None) -> load.Restored:
+    """Restores the newest whole checkpoint; `agreed` exchanges errors with other processes."""
     experiment = load_experiment(Workdir(run))
     mesh = mesh_lib.one_device()
     abstract = abstract_state(
         Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
     saved = Checkpoints(folder or epath.Path(run / "checkpoints"))
-    return saved.restore_newest(abstract, None, *agreed)
+    return saved.restore_newest(abstract, None, *agreed)  # None: up to the last step
 
 
 @pytest.mark.long
@@ -326,7 +326,7 @@ def test_checkpoints_are_listed_and_verified(run):
     out = said(f"checkpoints {run} --verify").splitlines()
     assert [line.split()[0] for line in out[1:4]] == ["22", "20", "16"]
     assert out[1].endswith("newest, best") and "finished" in out[4]
-    assert not [*run.rglob("array_metadatas")], "which nothing would compare"
+    assert not [*run.rglob("array_metadatas")], "they have no checksum, so none is written"
     assert [line.split()[:2] for line in out[5:]] == [["step", f"{n}:"] for n in (22, 20, 16)]
 
     flipped_bit(run / "checkpoints" / "20")
@@ -339,7 +339,7 @@ def test_checkpoints_are_listed_and_verified(run):
     fails(f"checkpoints {run}/nowhere", "nowhere")
 
 
-def test_saved_are_the_newest_the_best_and_every_so_many(tmp_path):
+def test_the_newest_the_best_and_multiples_of_keep_every_are_kept(tmp_path):
     """The best by their losses when they were saved, also after another start."""
     run = Run(keep_checkpoints=2, keep_best=1, keep_every=9)
     state = {"x": jnp.zeros(3)}
@@ -359,7 +359,7 @@ def test_the_newest_from_before_the_last_recompute_check_is_kept():
 
 
 def test_reading_leaves_a_save_under_way_alone(run):
-    """Orbax clears up in the background: what a writer would have removed is gone by then."""
+    """Orbax, opened by a writer, removes it in the background, in less than a second."""
     under_way = run / "checkpoints" / "99.orbax-checkpoint-tmp"
     under_way.mkdir()
     (under_way / "half").write_text("x")

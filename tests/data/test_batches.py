@@ -40,21 +40,21 @@ SMALL = make_stream()
 EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTIONS)
 
 
-def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH, **how):
-    data = data or Data()
-    names = (seed, "train", phase)
-    source = plans.Plans(small, plans.PlanSpec(names, length, data.short_seq_prob, data.units))
+def make(batch_size=8, seed=0, phase=0, data=None, rows=None, length=LENGTH, **options):
+    """Training batches of SMALL; `units` of a row: pairs of segments, or full sentences."""
+    data, key_parts = data or Data(), (seed, "train", phase)
+    source = plans.Plans(SMALL, plans.PlanSpec(key_parts, length, data.short_seq_prob, data.units))
     most = length - data.unpredicted if data.unpredicted else PREDICTIONS
     shape = batches.BatchShape(length, most, batch_size)
     source._row_count = rows
-    return batches.TrainBatches(source, IDS, data, shape, **how)
+    return batches.TrainBatches(source, IDS, data, shape, **options)
 
 
-def plan_rows(small=SMALL, names=(0, "train", 0, 0), data=None):
+def plan_rows(key_parts=(0, "train", 0, 0), data=None):
     """The pairs of a plan in the order of the documents."""
-    key = draws.key_of(*names)
-    chunks = pairs.plan(small, LENGTH, (data or Data()).short_seq_prob, key)
-    return pairs.rows(small, chunks, draws.CounterDraws(key, chunks["sentence"]))
+    key = draws.key_of(*key_parts)
+    chunks = pairs.plan(SMALL, LENGTH, (data or Data()).short_seq_prob, key)
+    return pairs.rows(SMALL, chunks, draws.CounterDraws(key, chunks["sentence"]))
 
 
 def take(batch, indices):
@@ -118,7 +118,7 @@ KINDS = {
 @pytest.mark.parametrize("data", KINDS.values(), ids=KINDS)
 def test_a_row_depends_on_its_number_alone(data):
     """Not on which rows are asked for with it, on the batch size, or on what was asked before."""
-    train, small, rng = make(64, data=data), make(32, data=data), np.random.default_rng(0)
+    train, halves, rng = make(64, data=data), make(32, data=data), np.random.default_rng(0)
     for step in (7, 0, 1):
         full = whole(train, step, 64)
         # A TPU host's rows need not be one range, nor in order.
@@ -127,7 +127,7 @@ def test_a_row_depends_on_its_number_alone(data):
             assert_identical(train.batch(step, np.asarray(part)), take(full, part))
         for half in (0, 1):
             part = take(full, np.arange(32 * half, 32 * half + 32))
-            assert_identical(whole(small, 2 * step + half, 32), part)
+            assert_identical(whole(halves, 2 * step + half, 32), part)
 
 
 def planned_rows(train, epoch):
@@ -147,11 +147,11 @@ def test_each_epoch_takes_as_many_rows_as_the_first():
     assert min(seen) < train.rows_per_epoch < max(seen)
     assert train.rows_per_epoch == train.rows_planned(0) == len(plan_rows())
     for epoch in range(12):
-        rows, plan = planned_rows(train, epoch).tolist(), plan_rows(names=(0, "train", 0, epoch))
+        rows, plan = planned_rows(train, epoch).tolist(), plan_rows((0, "train", 0, epoch))
         assert set(rows) <= set(plan.tolist())
         assert rows[:9] != plan[:9].tolist()
-        ids = whole(make(len(rows)), epoch, len(rows))["next_sentence_labels"]
-        assert ids.tolist() == [row[-1] for row in rows]
+        labels = whole(make(len(rows)), epoch, len(rows))["next_sentence_labels"]
+        assert labels.tolist() == [row[-1] for row in rows]
         if len(plan) < len(rows):  # wraps to its own start
             assert rows[len(plan) :] == rows[: len(rows) - len(plan)]
 
@@ -181,7 +181,7 @@ def test_static_masks_come_back_after_dupe_factor_epochs(masking):
     assert [train.rows_planned(e) for e in range(3)] == [train.rows_planned(e) for e in (3, 4, 5)]
 
 
-def test_a_batch_may_go_over_the_end_of_an_epoch_and_be_larger_than_one():
+def test_a_batch_may_cross_the_end_of_an_epoch_and_be_larger_than_an_epoch():
     batch, one = whole(make(64, rows=20), 1, 64), make(1, rows=20)
     for i in range(64):
         assert_identical(one.batch(64 + i, np.array([0])), take(batch, [i]))
@@ -216,17 +216,17 @@ def test_rows_of_sentences_hold_every_sentence_once_an_epoch():
     assert (ids[:, 0] == IDS.cls).all()
     length = epoch["input_mask"].sum(axis=1)
     assert (ids[np.arange(rows), length - 1] == IDS.sep).all()
-    # Sentences are shorter than a row, so that none is cut; [CLS], [SEP] and padding come next.
+    # No sentence is cut, as all are shorter than a row; ids up to that of [MASK] are no words.
     assert np.sort(ids[ids > IDS.mask]).tolist() == np.sort(np.asarray(SMALL.ids)).tolist()
     expected = np.maximum(1, np.rint(length * 0.15)).tolist()
     assert epoch["masked_lm_weights"].sum(axis=1).tolist() == expected
 
 
-def test_documents_of_a_row_are_numbered_where_they_are_apart():
+def test_per_document_attention_numbers_the_documents_of_a_row():
     """The rest of the batch is the same; a document ends with its [SEP]."""
     whole_row = whole(make(16, data=MLM), 2, 16)
     apart = whole(make(16, data=Data(objective="mlm", attention="per_document")), 2, 16)
-    numbers, positions = apart.pop("example_numbers"), apart.pop("positions")
+    numbers, positions = apart.pop("example_numbers"), apart.pop("positions")  # of documents
     assert_identical(apart, whole_row)
     np.testing.assert_array_equal(numbers > 0, apart["input_mask"] > 0)
     ended = np.cumsum(apart["input_ids"] == IDS.sep, axis=1) - (apart["input_ids"] == IDS.sep)
@@ -300,10 +300,10 @@ def test_held_out_rows_are_the_same_at_every_batch_size(data):
 
 def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
     found, count = batches.eval_batches(SMALL, IDS, EVAL, 8)
-    names = (0, "validation", "eval", 0)
-    key = draws.key_of(*names)
+    key_parts = (0, "validation", "eval", 0)
+    key = draws.key_of(*key_parts)
     plan = pairs.sample(SMALL, LENGTH, EVAL.short_seq_prob, key, EVAL.eval_rows)
-    in_order = plan_rows(names=names)
+    in_order = plan_rows(key_parts)
     assert sorted(plan.tolist()) == sorted(in_order.tolist())
     assert plan.tolist() != in_order.tolist()
     rows = real_rows(found)
@@ -329,7 +329,7 @@ def test_evaluation_rows_are_masked_alike_whatever_is_trained_with():
         assert_identical(one, expected)
 
 
-def test_a_step_masks_the_share_of_its_place_in_the_run():
+def test_the_share_of_masked_tokens_changes_linearly_over_the_run():
     data = Data(masked_lm_prob=0.151, final_masked_lm_prob=0.052)
     # The second phase of a run of 11 steps, from its sixth on.
     train = make(64, phase=1, data=data, first_step=5, total_steps=11)

@@ -41,23 +41,23 @@ def no_kinds():
     kinds.clear()
 
 
-def call(*places: ProcessInfo, limit: float = 20.0) -> list[str]:
-    """What each process is told; "" to go on."""
+def rendezvous_all(*infos: ProcessInfo, limit: float = 20.0) -> list[str]:
+    """The error of each process when all of them have tried to meet; "" to go on."""
 
-    def one(place: ProcessInfo) -> str:
+    def one(info: ProcessInfo) -> str:
         try:
-            rendezvous.wait_for_all(place, limit)
+            rendezvous.wait_for_all(info, limit)
         except (InputError, Unavailable) as error:
             kinds.add(type(error))
             return str(error)
         return ""
 
-    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(one, places))
+    with concurrent.futures.ThreadPoolExecutor(len(infos)) as pool:
+        return list(pool.map(one, infos))
 
 
 def test_all_go_on_once_all_have_come(address):
-    assert call(*(ProcessInfo(address, number, 5) for number in range(5))) == [""] * 5
+    assert rendezvous_all(*(ProcessInfo(address, number, 5) for number in range(5))) == [""] * 5
 
 
 def test_the_missing_are_named_to_all_the_others(address):
@@ -65,7 +65,7 @@ def test_the_missing_are_named_to_all_the_others(address):
     me = json.dumps([1, 6, "gone"]).encode()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         left = pool.submit(knock, address, len(me).to_bytes(4) + me)
-        told = call(*(ProcessInfo(address, number, 6) for number in (0, 2, 5)), limit=2.0)
+        told = rendezvous_all(*(ProcessInfo(address, number, 6) for number in (0, 2, 5)), limit=2.0)
         left.result()
     assert len(set(told)) == 1 and told[0].startswith("process 1, 3, 4 of 6 did not arrive within")
     assert kinds == {Unavailable}
@@ -73,13 +73,13 @@ def test_the_missing_are_named_to_all_the_others(address):
 
 @pytest.mark.parametrize("places", [((0, 4), (1, 4), (1, 4)), ((0, 3), (1, 2))])
 def test_a_number_given_twice_and_another_count_are_named_to_all(places, address):
-    told = call(*(ProcessInfo(address, *place) for place in places))
+    told = rendezvous_all(*(ProcessInfo(address, *place) for place in places))
     variable = "JAX_PROCESS_ID=1 on " if places[1][1] == 4 else "JAX_NUM_PROCESSES=2 on process 1 ("
     assert len(set(told)) == 1 and told[0].startswith(variable) and kinds == {InputError}
 
 
 def test_a_process_alone_says_where_it_looked(address):
-    told = call(ProcessInfo(address, 1, 2), limit=0.5)
+    told = rendezvous_all(ProcessInfo(address, 1, 2), limit=0.5)
     assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
     assert kinds == {Unavailable}
 
@@ -99,13 +99,13 @@ def knock(address: str, said: bytes) -> None:
 def test_strangers_who_knock_are_sent_away_and_silent_ones_keep_nobody_waiting(address):
     host, port = address.split(":")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
-        both = pool.submit(call, ProcessInfo(address, 0, 2), limit=20.0)
+        primary = pool.submit(rendezvous_all, ProcessInfo(address, 0, 2), limit=20.0)
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"):
             knock(address, said)
         for _ in range(3):
             line = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
             line.sendall(b"{")
-        assert call(ProcessInfo(address, 1, 2)) == [""] == both.result()
+        assert rendezvous_all(ProcessInfo(address, 1, 2)) == [""] == primary.result()
 
 
 # --- what processes tell each other -------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_no_thread_is_left_in_the_store_when_all_are_done():
     class Late(Store):
         def blocking_key_value_get(self, key, milliseconds):
             value = super().blocking_key_value_get(key, milliseconds)
-            time.sleep(0.2 * key.endswith("failure"))
+            time.sleep(0.2 * key.endswith("failure"))  # the key that a thread of `Peers` awaits
             return value
 
     store = Late()
@@ -170,9 +170,9 @@ def same_error(ended: list, kind: type[Exception]) -> str:
     return str(ended[0])
 
 
-def test_other_facts_on_one_end_all_with_the_same_line():
+def test_all_end_with_the_same_line_if_one_has_other_facts():
     def work(us):
-        us.require_same("corpus", {"manifest": f"{us.number // 2}"}, "give all the same")
+        us.require_same("corpus", {"manifest": f"{us.number // 2}"}, remedy="give all the same")
 
     line = same_error(together(work), InputError)
     assert line.startswith("process 2 (") and "manifest=1 instead of 0; give all the same" in line
@@ -247,8 +247,8 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
         saved.delete_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saver=saved, mirror=mirror)
-        state, error = mock.Mock(start_step=0), SilentCorruption([], True, False)
-        start._restore_at_or_before(5, state, error, context)
+        error = SilentCorruption([], is_sure=True, is_repeated=False)
+        start._restore_at_or_before(5, mock.Mock(start_step=0), error, context)
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", (5, mirror.flush)]
@@ -265,7 +265,7 @@ def test_one_that_does_not_come_is_named():
     assert "process 1 did not reach the barrier 'save'" in str(zero)
 
 
-def test_a_place_is_come_to_again():
+def test_barriers_and_exchanges_may_use_a_name_again():
     done = []
 
     def work(us):
@@ -282,7 +282,7 @@ def test_a_place_is_come_to_again():
 
 
 @pytest.mark.parametrize(
-    ("error", "passes"),
+    ("error", "is_transient"),
     [
         (RuntimeError("INTERNAL: Core halted unexpectedly: scheck failed"), True),
         (jax.errors.JaxRuntimeError("DATA_LOSS: HBM ECC"), True),
@@ -292,9 +292,9 @@ def test_a_place_is_come_to_again():
         (ValueError("INTERNAL: no device said this"), False),
     ],
 )
-def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(error, passes):
-    assert (type(peers.translate_device_error(error)) is Unavailable) == passes
-    assert passes or peers.translate_device_error(error) is error
+def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(error, is_transient):
+    assert (type(peers.translate_device_error(error)) is Unavailable) == is_transient
+    assert is_transient or peers.translate_device_error(error) is error
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(err
         (ValueError("Gloo is the name of a file"), ""),
     ],
 )
-def test_another_process_that_has_ended_is_told_in_words(error, words):
+def test_the_loss_of_another_process_is_described(error, words):
     told = peers.describe_lost_process(error)
     assert words in told and "\n" not in told and bool(words) == bool(told)
 
@@ -367,8 +367,8 @@ def test_without_variables_a_run_is_one_process(monkeypatch):
 
 
 def test_a_task_that_srun_started_has_its_place_unless_a_variable_says_otherwise(monkeypatch):
-    step = {"JOB_ID": "7", "STEP_NODELIST": "gpu[03-04,9]", "NTASKS": "2", "PROCID": "1"}
-    for name, value in {**step, "LOCALID": "0"}.items():
+    slurm = {"JOB_ID": "7", "STEP_NODELIST": "gpu[03-04,9]", "NTASKS": "2", "PROCID": "1"}
+    for name, value in {**slurm, "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):

@@ -89,8 +89,8 @@ def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy
 
 
 @pytest.mark.parametrize("pad_id", [0, 1, 4])
-def test_positions_of_a_roberta_begin_behind_the_piece_of_the_padding(pad_id, tmp_path):
-    """Theirs, so that transformers, which counts from there, reads the same rows."""
+def test_positions_of_an_exported_roberta_start_at_pad_token_id_plus_1(pad_id, tmp_path):
+    """The exported table is shifted, so that transformers looks up the same embeddings."""
     pieces = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]
     pieces.insert(pad_id, "[PAD]")
     sizes = {"hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": 12}
@@ -113,7 +113,7 @@ def test_positions_of_a_roberta_begin_behind_the_piece_of_the_padding(pad_id, tm
 
 
 @pytest.mark.parametrize(("kind", "size"), [("byte_bpe", 300), ("unigram", 60)])
-def test_a_vocabulary_trained_here_leaves_as_it_is(kind, size, tmp_path):
+def test_a_vocabulary_trained_here_is_exported_unchanged(kind, size, tmp_path):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
     settings = Corpus(sources=("text:x",), tokenizer_kind=kind)
     ours = tokenizer_training.train(vocabulary.WordCounts.of(words), size, settings)
@@ -132,7 +132,7 @@ def test_a_card_keeps_to_itself_where_files_lie(copy_of_run):
     assert "t.npz" in text and "/home" not in text
 
 
-def test_hostile_names_are_code_in_the_model_card(copy_of_run):
+def test_hostile_names_stand_in_code_spans_of_the_model_card(copy_of_run):
     trained = LoadedModel.of(open_workdir("run"))
     hostile = "x`</script>\n# hello ![](http://evil)\x1b[31m|`"
     trained.name, trained.manifest["sources"][0]["file"] = hostile, hostile
@@ -143,5 +143,5 @@ def test_hostile_names_are_code_in_the_model_card(copy_of_run):
     outside = text.split("```")[0] + text.split("```")[2]
     spans = outside.split("`")
     assert len(spans) % 2 == 1 and "hello" not in "".join(spans[::2])
-    import_initialiser = [line for line in text.split("\n") if "from_pretrained" in line]
-    assert len(import_initialiser) == 2 and len(text.split("```")) == 3
+    usage_lines = [line for line in text.split("\n") if "from_pretrained" in line]
+    assert len(usage_lines) == 2 and len(text.split("```")) == 3

@@ -67,11 +67,11 @@ def test_the_host_reads_the_device_once_a_log_interval(file, tmp_path, monkeypat
         pretrain(file, tmp_path / "w", "run.eval_every=100", "run.checkpoint_every=100")
     in_phase = reads_before_step[:14]
     steps_with_reads = [i for i in range(1, 14) if in_phase[i] > in_phase[i - 1]]
-    # Before step i the loop has dispatched steps 1 to i; lines are due at 3, 6, 9, 12.
+    # Batch i, counted from 0, is made once steps 1 to i are dispatched; lines are due at 3, 6, ...
     assert steps_with_reads == [4, 7, 10, 13]
-    # Beside the metrics the worst step, and two counters of the state.
-    window = len(losses.names("mlm_nsp")) + len(step.OWN_METRICS) + 3
-    assert all(in_phase[i] - in_phase[i - 1] == window for i in steps_with_reads)
+    # Besides the metrics: the step with the highest loss, and two counters of the state.
+    reads_per_line = len(losses.names("mlm_nsp")) + len(step.OWN_METRICS) + 3
+    assert all(in_phase[i] - in_phase[i - 1] == reads_per_line for i in steps_with_reads)
 
 
 def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
@@ -86,7 +86,7 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
     assert scored["next_sentence_error"] == pytest.approx(error)
 
 
-def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_run):
+def test_a_file_that_vanishes_between_listing_and_stat_is_named(copy_of_run):
     prepared = prepared_corpus.PreparedCorpus.open(epath.Path(copy_of_run / "corpus"))
     ids = copy_of_run / "corpus" / "stream" / "train" / "ids.bin"
     experiment = config.load("small.py")
@@ -97,7 +97,7 @@ def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_ru
         prepared.require_unchanged()
     ids.unlink()
     (copy_of_run / "ids.bin").rename(ids)
-    # What changed just before another phase is looked at, too.
+    # Another phase keeps the stamps, else a change just before it would go unnoticed.
     known = prepared.stamps.copy()
     os.utime(ids)
     prepared.train_batches(experiment, 1)
@@ -114,9 +114,9 @@ def test_a_corpus_that_changes_under_a_running_run_is_named(change, file, copy_o
     good = batches.TrainBatches.batch
 
     def batch(self, number, rows):
-        if number == 3 and self.rows_per_epoch:
+        if number == 3:
             os.utime(ids)
-        if number == 10 and self.rows_per_epoch:  # some steps ahead
+        if number == 10:  # some steps ahead
             patch.undo()
             if change == "manifest":
                 path = folder / "corpus" / "manifest.json"
@@ -195,7 +195,7 @@ def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(file, run):
 
 
 def test_watched_sentences_fit_the_model():
-    """None is longer than the position table, [CLS] and [SEP] counted."""
+    """None has more tokens than the limit, in which [CLS] and [SEP] do not count."""
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "##s"]
     sentences = [[5] * n for n in (8, 9, 12, 20)]
     held_out = stream.make_stream([sentences] * 6)
@@ -205,7 +205,7 @@ def test_watched_sentences_fit_the_model():
         for most in (7, 9, 100)
     }
     assert lengths[7] == set()
-    assert lengths[9] == {9} or lengths[9] <= {8, 9}
+    assert lengths[9] == {9} or lengths[9] <= {8, 9}  # or none: the search begins in the middle
     assert max(lengths[100]) > 9
 
 
@@ -232,7 +232,7 @@ def test_every_so_many_steps_one_is_checked(file, tmp_path, monkeypatch):
     assert checked == [0, 4, 8, 12, 16, 20]
 
 
-# --- Plans of large corpora --------------------------------------------------------------------
+# --- Waiting for a plan, saves after bad steps, early stops -------------------------------------
 
 
 def test_waiting_for_a_plan_is_no_hang():
@@ -266,8 +266,8 @@ def test_waiting_for_a_plan_is_no_hang():
 @pytest.mark.parametrize(
     ("done", "bad", "is_saved"), [(20, 0, True), (20, 2, False), (22, 0, True), (22, 2, True)]
 )
-def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
-    """Before, a roll-back needs an older one; at the end there is no roll-back any more."""
+def test_a_state_after_bad_steps_is_saved_only_at_the_end(done, bad, is_saved):
+    """A bad step has no finite loss; until the end a roll-back needs a state from before it."""
     trainer = Trainer.__new__(Trainer)  # as far as a save needs it
     trainer.job, saves = mock.MagicMock(), mock.MagicMock()
     trainer.job.training = mock.Mock(patience=0, total_steps=22)
@@ -282,14 +282,14 @@ def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
 
 
 @pytest.mark.parametrize(
-    ("known", "after", "fails"),
+    ("excluded", "policy", "fails"),
     [(54, "roll_back", False), (55, "roll_back", True), (0, "stop", True)],
 )
-def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, after, fails):
-    """64 can be left out; next to nine bad ones it is the one before them."""
-    experiment = mock.Mock(optimizer=mock.Mock(after_bad_steps=after))
+def test_a_run_fails_if_more_steps_are_bad_than_a_state_can_exclude(excluded, policy, fails):
+    """At most 64; nine bad steps take ten, as the step before them is excluded, too."""
+    experiment = mock.Mock(optimizer=mock.Mock(after_bad_steps=policy))
     with pytest.raises(RunFailure) if fails else contextlib.nullcontext():
-        start.require_excludable(Divergence(range(100, 109)), range(known), experiment)
+        start.require_excludable(Divergence(range(100, 109)), range(excluded), experiment)
 
 
 @pytest.mark.parametrize(("bad", "in_vain"), [(0, True), (3, False)])

@@ -31,10 +31,10 @@ def opened(on="here"):
 
 
 def started(workdir):
-    run = Mirror(workdir)
+    run_mirror = Mirror(workdir)
     workdir.root.mkdir(parents=True, exist_ok=True)
-    run.acquire(Holder.this_process())
-    return run
+    run_mirror.acquire(Holder.this_process())
+    return run_mirror
 
 
 # --- What a run writes ---
@@ -42,21 +42,21 @@ def started(workdir):
 
 def test_what_was_written_is_sent_and_only_what_has_changed(objects):
     workdir = opened()
-    run = started(workdir)
+    run_mirror = started(workdir)
     workdir.metrics.write_text("1\n")
     workdir.timings.write_text("1\n")
     (workdir.root / "others").write_text("")
     (workdir.profile / "plugins").mkdir(parents=True)
     for number in range(2):
         (workdir.profile / "plugins" / f"process_{number}.x").write_text("")
-    run.flush()
+    run_mirror.flush()
     files = {name.removeprefix("run/") for name in objects.files()}
     assert files == {"OWNER", "metrics.jsonl", "timings.jsonl", "profile/plugins/process_0.x"}
     objects.writes.clear()
     workdir.metrics.write_text("1\n2\n")
-    run.flush()
+    run_mirror.flush()
     assert objects.writes == [("run/metrics.jsonl", 4)]
-    run.flush()
+    run_mirror.flush()
     assert len(objects.writes) == 1
 
 
@@ -65,7 +65,7 @@ def test_a_thread_sends_without_being_asked_and_a_failing_network_keeps_nothing_
 ):
     monkeypatch.setattr(mirror, "_UPLOAD_EVERY", 0.01)
     workdir = opened()
-    run = started(workdir)
+    run_mirror = started(workdir)
     failed = threading.Event()
 
     def fault(method, name, kind):
@@ -75,19 +75,19 @@ def test_a_thread_sends_without_being_asked_and_a_failing_network_keeps_nothing_
         return Fault(400)  # which nobody expects
 
     objects.fault = fault
-    with run:
+    with run_mirror:
         workdir.metrics.write_text("1\n")
         while "run/metrics.jsonl" not in objects.files():
             time.sleep(0.01)
     assert failed.is_set()
 
 
-def test_a_run_of_this_machine_is_left_alone(tmp_path):
-    run = Mirror(Workdir(tmp_path / "run"))
-    with run:
-        run.acquire(Holder.this_process())
-        run.flush()
-        run.discard(["metrics.jsonl"])
+def test_a_local_run_is_not_mirrored(tmp_path):
+    run_mirror = Mirror(Workdir(tmp_path / "run"))
+    with run_mirror:
+        run_mirror.acquire(Holder.this_process())
+        run_mirror.flush()
+        run_mirror.discard(["metrics.jsonl"])
     assert not (tmp_path / "run").exists()
 
 
@@ -96,30 +96,30 @@ def test_a_run_of_this_machine_is_left_alone(tmp_path):
 
 def test_a_run_that_another_start_has_taken_ends_and_writes_no_more(objects):
     first = opened("first")
-    run = started(first)
+    run_mirror = started(first)
     first.metrics.write_text("1\n")
-    run.flush()
+    run_mirror.flush()
     started(opened("second"))
     first.metrics.write_text("1\n2\n")
     with pytest.raises(InputError, match=r"gs://bucket/run: .* process \d+ of "):
-        run.flush()
+        run_mirror.flush()
     with pytest.raises(InputError, match="taken over"):
-        run.require_owned()
-    run.discard(["metrics.jsonl"])
+        run_mirror.require_owned()
+    run_mirror.discard(["metrics.jsonl"])
     assert objects.files()["run/metrics.jsonl"] == b"1\n"
     assert "run/OWNER" in objects.files()
 
 
 def test_an_owner_that_cannot_be_read_is_not_another(objects):
     workdir = opened()
-    run = started(workdir)
+    run_mirror = started(workdir)
     for content in (b"", b"{}", b"\xff", b'{"format_version": 2}'):
         objects.put("run/OWNER", content, {})
-        run.flush()
+        run_mirror.flush()
     objects.delete("run/OWNER", {})
-    run.flush()
+    run_mirror.flush()
     objects.fault = only("read", Fault(503), times=9)
-    run.flush()
+    run_mirror.flush()
 
 
 def test_other_processes_know_the_owner_and_send_their_traces(objects):
@@ -140,17 +140,17 @@ def test_the_last_owners_files_win(between, objects):
     here = opened("here")
     started(here).flush()
     here.metrics.write_text("1\nnot sent\n")
-    here.origin.write_text("of the first start")
+    here.origin.write_text("of the first start")  # its experiment and --set
     if between == "another machine":
         there = opened("there")
-        run = started(there)
+        run_mirror = started(there)
         there.metrics.write_text("1\n2\n")
-        run.flush()
+        run_mirror.flush()
     here = opened("here")
-    run = started(here)
+    run_mirror = started(here)
     if between == "nobody":
         assert here.metrics.read_text() == "1\nnot sent\n"
-        run.flush()
+        run_mirror.flush()
         assert objects.files()["run/metrics.jsonl"] == b"1\nnot sent\n"
     else:
         assert here.metrics.read_text() == "1\n2\n"
@@ -159,9 +159,9 @@ def test_the_last_owners_files_win(between, objects):
 
 def test_a_run_removed_from_its_bucket_is_gone_here(objects):
     here = opened()
-    run = started(here)
+    run_mirror = started(here)
     here.metrics.write_text("1\n")
-    run.flush()
+    run_mirror.flush()
     for name in objects.files():
         objects.delete(name, {})
     started(here)
@@ -170,10 +170,10 @@ def test_a_run_removed_from_its_bucket_is_gone_here(objects):
 
 def test_a_start_that_is_to_leave_nothing_leaves_nothing(objects):
     workdir = opened()
-    run = started(workdir)
+    run_mirror = started(workdir)
     workdir.metrics.write_text("1\n")
-    run.flush()
-    run.discard(["metrics.jsonl", "timings.jsonl"])
+    run_mirror.flush()
+    run_mirror.discard(["metrics.jsonl", "timings.jsonl"])
     assert not objects.files()
 
 
@@ -196,8 +196,8 @@ def test_small_files_are_as_the_bucket_has_them_each_time(objects):
     assert [name for name, kind in objects.requests if kind == "read"] == ["run/metrics.jsonl"]
 
 
-def test_whether_a_run_in_a_bucket_goes_on(objects):
-    for started_ago, line_ago, kind, going_on in (
+def test_whether_a_run_in_a_bucket_is_running(objects):
+    for started_ago, line_ago, kind, is_running in (
         (60, None, "", True),
         (3600, None, "", False),
         (3600, 60, "train", True),
@@ -211,7 +211,7 @@ def test_whether_a_run_in_a_bucket_goes_on(objects):
         if line_ago is not None:
             line = {"step": 1, "kind": kind, "time": me.since - line_ago}
             objects.put("run/timings.jsonl", json.dumps(line).encode() + b"\n", {})
-        assert mirror.is_running(mirror.open_workdir(RUN)) == going_on
+        assert mirror.is_running(mirror.open_workdir(RUN)) == is_running
 
 
 def test_a_folder_of_other_things_is_no_run(objects):

@@ -4,12 +4,12 @@ import dataclasses
 import json
 import pathlib
 
-import broken
+import broken  # runs commands
 import jax
-import kinds
+import kinds  # tasks without files
 import numpy as np
 import pytest
-import tuned
+import tuned  # a base, and runs fine-tuned from it
 from test_steps import assert_same, train
 
 import bert_jax
@@ -33,8 +33,8 @@ def task(loss="list_net", source="jsonl:x", **fields):
 
 
 def objective(loss="list_net", adapt=None, model=kinds.MODEL):
-    shape = "numbers", "pooled", 1, 1
-    return RankObjective(model, *shape, adapt or Adapt(), ranking_loss=loss)
+    shape = {"learns": "numbers", "reads": "pooled", "outputs": 1, "rows_per_example": 1}
+    return RankObjective(model, **shape, adapt=adapt or Adapt(), ranking_loss=loss)
 
 
 def candidates(*scores, query="wa", text="wb {}"):
@@ -47,10 +47,10 @@ def test_losses_and_gradients_equal_those_of_sentence_transformers(loss):
     logits, scores = GOLDEN["logits"], GOLDEN["scores"]
     batch = {"targets": np.repeat(scores, scores.shape[1], axis=0)}
     batch["row_weights"] = np.ones(scores.size, np.float32)
-    learned = objective(loss)
+    goal = objective(loss)
 
-    def value_of(rows):
-        return learned.loss(learned.measure(rows, batch), learned.counts(batch))
+    def value_of(logits):
+        return goal.loss(goal.measure(logits, batch), goal.counts(batch))
 
     value, gradient = jax.jit(jax.value_and_grad(value_of))(logits.reshape(-1, 1))
     assert value == pytest.approx(float(GOLDEN[f"{loss}_loss"]), rel=1e-6)
@@ -64,12 +64,12 @@ def test_padding_and_rows_without_weight_change_no_loss(loss):
     kind = Rank(task(loss), (), kinds.TOKENIZER)
     short, long = candidates(1, 0), candidates(0, 1, 0.5, 0)
     logits = np.arange(12, dtype=np.float32)[:, None] / 7
-    learned, sums = objective(loss), []
+    goal, sums = objective(loss), []
     for examples in (short,), (short, long):
         rows = kind.rows(examples)
         ((_, batch),) = eval_batches(rows, 0, len(rows.ids))
         batch["row_weights"] = (batch["rows"] < rows.rows_per_example).astype(np.float32)
-        sums.append(learned.measure(logits[batch["rows"]], batch)["loss"])
+        sums.append(goal.measure(logits[batch["rows"]], batch)["loss"])
     assert len(rows.ids) == 8
     np.testing.assert_allclose(sums[1], sums[0], rtol=1e-6)
 
@@ -203,7 +203,7 @@ def test_a_run_ranks_better_than_before_and_sorts_texts(run):
     assert typed == [answer]
     (score,) = tuned.predict("--score")
     assert score["ndcg@10"] == pytest.approx(last["ndcg@10"])
-    assert "padding" in broken.said("show --workdir run --rows 16")
+    assert "padding" in broken.said("show --workdir run --rows 16")  # of short lists
     broken.said("predict --workdir run --input jsonl:test --out copy.jsonl")
     copied, source = tuned.lines("copy.jsonl"), tuned.lines("test")
     assert [{n: v for n, v in line.items() if n != "predicted"} for line in copied] == source
@@ -256,8 +256,8 @@ def test_a_run_is_scored_on_a_beir_folder_beside_bm25(run):
 @pytest.mark.long
 def test_a_search_is_sorted_again_by_a_run(run):
     pathlib.Path("texts.txt").write_text("xa xb\n\nwa wb\nxc\nxa wa\n")
-    words = "search texts.txt --workdir base --top 2 --rerank run"
-    lines = broken.said(words, "wa").splitlines()
+    command = "search texts.txt --workdir base --top 2 --rerank run"
+    lines = broken.said(command, "wa").splitlines()
     (answer,) = tuned.predict("wa", "xa xb", "wa wb", "xc", "xa wa")
     first = answer["ranking"][:2]
     assert [line.split(": ")[1] for line in lines[-2:]] == [text["text"] for text in first]
@@ -265,11 +265,11 @@ def test_a_search_is_sorted_again_by_a_run(run):
         [text["score"] for text in first], abs=1e-3
     )
     pathlib.Path("queries").write_text("wa\nxb\n")
-    broken.said(words, "--queries", "queries", "--out", "out.jsonl")
+    broken.said(command, "--queries", "queries", "--out", "out.jsonl")
     found = tuned.lines("out.jsonl")
     assert [hit["text"] for hit in found[0]["nearest"]] == [text["text"] for text in first]
     assert len(found[1]["nearest"]) == 2
-    broken.said(words.replace("--top 2", "--top 1 --candidates 1"), "wa")
+    broken.said(command.replace("--top 2", "--top 1 --candidates 1"), "wa")
     broken.fails("search texts.txt --workdir base --rerank base wa", "--rerank base")
 
 

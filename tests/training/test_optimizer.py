@@ -62,8 +62,8 @@ def by_hand(cfg, params, gradients, rate):
                 m[k] = cfg.momentum * m.get(k, 0) + (1 - cfg.momentum) * g
                 ahead = cfg.momentum * m[k] + (1 - cfg.momentum) * g
                 update = np.stack(list(map(orthogonal, ahead))) + cfg.weight_decay * params[k]
-                times = cfg.matrix_learning_rate / cfg.peak_learning_rate
-                params[k] = params[k] - rate * times * update
+                rate_ratio = cfg.matrix_learning_rate / cfg.peak_learning_rate
+                params[k] = params[k] - rate * rate_ratio * update
                 continue
             m[k] = cfg.b1 * m.get(k, 0) + (1 - cfg.b1) * g
             v[k] = cfg.b2 * v.get(k, 0) + (1 - cfg.b2) * g * g
@@ -104,8 +104,8 @@ def test_updates_equal_the_papers(name, steps):
     ]
     for gradient in gradients:
         gradient = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradient)
-        update, state = tx.update(gradient, state, params)
-        params = jax.tree.map(lambda p, u: p - 0.01 * u, params, update)
+        direction, state = tx.update(gradient, state, params)  # to subtract, unlike optax's
+        params = jax.tree.map(lambda p, u: p - 0.01 * u, params, direction)
     assert_close(flat(params), by_hand(cfg, tree(0), gradients, 0.01), 1e-6 if steps == 1 else 1e-5)
 
 
@@ -138,6 +138,7 @@ def test_schedules(schedule, expected):
 
 @pytest.mark.parametrize("schedule", ["paper", "linear", "cosine", "wsd"])
 def test_a_schedule_without_a_warm_up_begins_at_its_peak(schedule):
+    """`paper`, as in BERT, decays from step 0 on; the others do after the warm-up."""
     cfg = Optimizer(schedule=schedule, peak_learning_rate=0.02, warmup_steps=0, decay_steps=10)
     assert float(optimizer_lib.schedule(cfg, 100, jnp.int32(0))) == np.float32(0.02)
 
@@ -167,8 +168,7 @@ def test_clip_scales_down_and_never_up():
 
 @pytest.mark.parametrize("shape", [(2, 12, 7), (2, 7, 12), (3, 8, 8)])
 def test_singular_values_come_near_to_one_and_vectors_stay(shape):
-    rng = np.random.default_rng(0)
-    matrices = rng.normal(size=shape)
+    matrices = np.random.default_rng(0).normal(size=shape)
     made = np.asarray(muon.newton_schulz(jnp.asarray(matrices, jnp.float32)))
     for before, after in zip(matrices, made, strict=True):
         u, sizes, vt = np.linalg.svd(before, full_matrices=False)
@@ -186,7 +186,7 @@ def test_lower_layers_learn_slower():
             "embeddings": {"word": {"embedding": jnp.ones((5, 2))}},
             "layers": {"query": {"kernel": jnp.ones((3, 2, 2)), "bias": jnp.ones((3, 2))}},
         },
-        "decoder": {"layers": {"query": {"bias": jnp.ones((3, 2))}}},
+        "decoder": {"layers": {"query": {"bias": jnp.ones((3, 2))}}},  # counts as a head
         "pooler": {"kernel": jnp.ones((2, 2))},
     }
     scale = optimizer_lib.scale_by_layer(0.5)
