@@ -51,11 +51,11 @@ ABOVE = {
     "storage": 2_119,
     "tasks": 5_225,
     "text": 3_257,
-    "tools": 8_808,
+    "tools": 8_810,
     "training": 2_407,
     "benchmarks": 3_298,
     "experiments": 1_831,
-    "tests": 40_012,
+    "tests": 40_019,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -168,9 +168,11 @@ class _Timeline:
                     self.now, self.free_at = began, free_at
                     self.simulate(second, count * (1 - share))
                     self.now = share * first_end + (1 - share) * self.now
-                    for axis in first_free_at.keys() | free_at.keys():
-                        times = first_free_at.get(axis, began), free_at.get(axis, began)
-                        free_at[axis] = share * times[0] + (1 - share) * times[1]
+                    second_free_at = self.free_at  # another dict if the second branch has branches
+                    for axis in first_free_at.keys() | second_free_at.keys():
+                        times = (ends.get(axis, began) for ends in (first_free_at, second_free_at))
+                        first_time, second_time = times
+                        second_free_at[axis] = share * first_time + (1 - share) * second_time
 
     def _spend(self, term: str, seconds: float, count: float) -> None:
         self.now += seconds

@@ -139,6 +139,13 @@ def test_transfers_on_one_axis_queue_and_work_covers_them_once():
     assert times(*begin, work(3 * MS), *end) == (1, 7, 4.007)
 
 
+def test_links_are_averaged_also_over_a_branch_that_branches_itself():
+    sends, neither = (("start", 0, "a"),), (("either", 1 / 2, (), ()),)
+    later = [("start", 0, "b"), ("done", "b")]
+    waits = times(("either", 1 / 2, sends, neither), *later)[0]
+    assert waits == 3  # half of the first transfer, and the second
+
+
 def test_transfers_on_two_axes_go_at_the_same_time():
     begin, end = [("start", 0, "a"), ("start", 1, "b")], [("done", "a"), ("done", "b")]
     assert times(*begin, *end) == (2, 7, 2.007)
