@@ -49,7 +49,7 @@ ABOVE = {
     "pretraining": 1_235,
     "serve": 573,
     "storage": 2_119,
-    "tasks": 5_225,
+    "tasks": 5_222,
     "text": 3_257,
     "tools": 8_810,
     "training": 2_407,

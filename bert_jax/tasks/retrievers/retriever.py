@@ -193,12 +193,9 @@ class Retriever(Rank):
 
     @classmethod
     def read_training(
-        cls,
-        experiment: Finetuning,
-        base: Base,
-        tally: Tally,
-        run_teacher: bool = True,  # no effect: scores are read, so no teacher runs
+        cls, experiment: Finetuning, base: Base, tally: Tally, run_teacher: bool = True
     ) -> TrainingSet:
+        del run_teacher  # scores of a teacher are read from the examples
         task = experiment.task
         retriever = cls(task, (), base.tokenizer, cls.vector_settings(experiment, base))
         loss = getattr(experiment, task.kind).loss
