@@ -7,7 +7,7 @@ Source: Press et al. 2022, section 3, made symmetric for text that is read in bo
 h subtracts from its scores the distance of query and key times its slope, 2**(-8 h / H). Everything
 else is BERT's.
 Hardware: a CPU.
-Expected: as tiny. Rows may be longer than those of the training.
+Expected: losses like tiny_paper's. Rows may be longer than those of the training.
 Command: bert-jax pretrain experiments/alibi.py
 """
 
@@ -31,13 +31,13 @@ class Embeddings(nnx.Module):
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         init, width = bert.initializer(cfg), cfg.hidden_size
-        rows = bert.padded_vocab_size(cfg)
-        self.word = bert.Embedding(cfg.vocab_size, width, init, rngs=rngs, rows=rows)
+        table_size = bert.padded_vocab_size(cfg)
+        self.word = bert.Embedding(cfg.vocab_size, width, init, rngs=rngs, rows=table_size)
         self.segment = bert.Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
         self.layer_norm = layers.LayerNorm(width)
 
     def __call__(self, input_ids, segment_ids, dtype):
-        """Embeds rows: int32 [B, S] each -> float32 [B, S, D]."""
+        """Embeds rows: int32 [B, S] each -> float32 [B, S, D]; tokens are looked up in `dtype`."""
         word = bert.look_up(self.word.embedding[...], input_ids, dtype)
         return self.layer_norm(word + self.segment.embedding[...][segment_ids])
 
@@ -68,7 +68,8 @@ def attention_scores(query: jax.Array, key: jax.Array) -> jax.Array:
 def attend(query, key, value, input_mask, noise, rate):
     """Computes attention: [B, S, H, D / H] each -> the same shape.
 
-    Texts that share a row (`Packing`, `Shared`) do not attend to each other.
+    Texts that share a row do not attend to each other. `input_mask` is int32 [B, S], a `Packing`,
+    which gives each text its own row, or a `Shared`, which has the number of each token's text.
     """
     if isinstance(input_mask, Packing):
         unpacked = (input_mask.unpack(x) for x in (query, key, value))
@@ -82,7 +83,7 @@ def attend(query, key, value, input_mask, noise, rate):
     probs = jax.nn.softmax(scores, axis=-1)
     if noise is not None and rate:
         b, h, q, k = probs.shape
-        # Drawn in the order of dimensions of BERT's attention, so that dropout is the same.
+        # Drawn as [B, H, K, Q], as bert_jax's own attention does, so that the masks are the same.
         keep = jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
         probs = jnp.where(keep, probs * noise.scale(rate), 0.0)
     probs = probs.astype(value.dtype)
@@ -121,7 +122,10 @@ def encode(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, output
 
 
 def attention_probabilities(encoder, cfg, hidden: jax.Array) -> jax.Array:
-    """Computes probabilities, see `bert_jax.model.kinds.attention_probabilities`."""
+    """Computes the probabilities of one text, see `bert_jax.model.kinds.attention_probabilities`.
+
+    `hidden` are the inputs of the layers, [L, S, D] -> [L, H, S, S].
+    """
 
     def layer_probabilities(layer: transformer.Layer, x: jax.Array) -> jax.Array:
         by_head = (len(x), cfg.num_attention_heads, -1)

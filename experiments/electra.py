@@ -31,7 +31,7 @@ from bert_jax.training.sharding import Rule
 LAMBDA = 50.0
 # A token is sampled by a random number of so many bits.
 BITS = 24
-# Sites of random bits; the encoder's sites, one for each layer, have smaller numbers.
+# Sites of random bits; the encoder's sites have smaller numbers.
 _GENERATOR_SITE, _SAMPLE_SITE = 1_000, 1_001
 
 
@@ -79,7 +79,7 @@ class Electra:
         at = (lambda site: None) if noise is None else noise.at
         logits = self._run_generator(params, batch, at(_GENERATOR_SITE), loop)
         labels, weights = batch["masked_lm_ids"], batch["masked_lm_weights"]
-        loss, accuracy = classification(logits, labels, weights)
+        generator_loss, generator_accuracy = classification(logits, labels, weights)
 
         token_logits = jax.lax.stop_gradient(logits)[..., : self.model.vocab_size]
         input_ids = _fill_masks(batch, _sample_tokens(token_logits, at(_SAMPLE_SITE)))
@@ -97,8 +97,8 @@ class Electra:
             return jnp.stack([(values * weights).sum(), weights.sum()])
 
         return {
-            "generator_loss": loss,
-            "generator_accuracy": accuracy,
+            "generator_loss": generator_loss,
+            "generator_accuracy": generator_accuracy,
             "replaced_loss": sum_and_count(LAMBDA * nats, is_token),
             "replaced_accuracy": sum_and_count(is_right, is_token),
             "replaced_found": sum_and_count(is_right, is_token * is_replaced),
@@ -109,7 +109,7 @@ class Electra:
         return batch["masked_lm_weights"].sum(), batch["input_mask"].astype(jnp.float32).sum()
 
     def loss(self, metrics, counts):
-        """Returns the generator's mean loss plus lambda times the discriminator's."""
+        """Returns the sum of both mean losses; `replaced_loss` is already multiplied by lambda."""
         sums = metrics["generator_loss"][0], metrics["replaced_loss"][0]
         return sums[0] / jnp.maximum(counts[0], 1.0) + sums[1] / jnp.maximum(counts[1], 1.0)
 
@@ -128,7 +128,7 @@ class Electra:
 def _sample_tokens(logits: jax.Array, noise: layers.Noise | None) -> jax.Array:
     """Samples a token for each position from its softmax, int32 [B, P]; without noise the argmax.
 
-    The random number of a position depends on its row only, not on the devices.
+    With `model.dropout_rng=threefry8` the random numbers of a row do not depend on the devices.
     """
     if noise is None:
         return logits.argmax(axis=-1)
@@ -143,7 +143,7 @@ def _fill_masks(batch, tokens: jax.Array) -> jax.Array:
     rows = jnp.arange(len(tokens))[:, None]
     ids, positions = batch["input_ids"], batch["masked_lm_positions"]
     change = tokens - jnp.take_along_axis(ids, positions, axis=1)
-    # Unused predictions have weight 0 and position 0, which may not change.
+    # Unused predictions have weight 0 and position 0; the token there must not change.
     return ids.at[rows, positions].add(change * (batch["masked_lm_weights"] > 0))
 
 
@@ -155,7 +155,11 @@ def electra(model: Model, data: Data) -> Electra:
 
 
 def experiment() -> Experiment:
-    """Returns tiny with this objective; all tokens to predict are replaced by [MASK]."""
+    """Returns tiny with this objective; all tokens to predict are replaced by [MASK].
+
+    The optimizer is AdamW instead of Muon. No sample sentences are watched, since the model has no
+    masked LM head to fill their [MASK]s.
+    """
     import tiny
 
     parent = tiny.experiment()

@@ -3,13 +3,13 @@
 Stacked LSTMs read each row from left to right and from right to left; each token is predicted from
 the tokens before it and from those after it.
 
-Source: Peters et al. 2018, section 3; numerics as in allenai/bilm-tf, training.py: states are
+Source: Peters et al. 2018, section 3; details as in allenai/bilm-tf, training.py: states are
 projected, layers after the first have residual connections, and dropout comes before each layer and
 before the softmax. Differences: token embeddings, which both directions and the softmax share,
 instead of convolutions over characters; a full softmax instead of a sampled one; states begin at 0
 in each row.
 Hardware: a CPU.
-Expected: about 185 steps in 150 CPU seconds, see tables/objectives.py.
+Expected: about 185 steps in 150 CPU seconds; tables/objectives.py compares the losses.
 Command: bert-jax pretrain experiments/elmo.py
 
 The first half of the D numbers of a vector belongs to the forward LSTMs, the second half to the
@@ -47,7 +47,7 @@ class Embeddings(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings, and L layers with `model.intermediate_size` LSTM cells in each direction."""
+    """Embeddings, and L layers with `model.intermediate_size` LSTM units in each direction."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
@@ -62,7 +62,10 @@ class Encoder(nnx.Module):
 
 
 def run_encoder(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs="last"):
-    """Runs the encoder, see `bert_jax.model.kinds.encode`; layer 0 is the embeddings, repeated."""
+    """Runs the encoder, see `bert_jax.model.kinds.encode`.
+
+    Of all outputs the first is the embeddings, once for each direction.
+    """
     del segment_ids
     dtype = jnp.dtype(cfg.compute_dtype)
     word = parts.look_up(encoder.embeddings.word.embedding[...], input_ids, dtype).astype(dtype)
@@ -138,16 +141,14 @@ class BidirectionalLanguageModel:
         cfg = self.model
         encoder = heads.merge(cfg, {"encoder": params["encoder"]}).encoder
         hidden = encode(encoder, cfg, ids, jnp.zeros_like(ids), input_mask, noise, loop)
-        site = None if noise is None else noise.at(cfg.num_hidden_layers)
-        hidden = layers.dropout(hidden, site, cfg.hidden_dropout_prob).astype(hidden.dtype)
+        output_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
+        hidden = layers.dropout(hidden, output_noise, cfg.hidden_dropout_prob).astype(hidden.dtype)
         forward, backward = jnp.split(hidden, 2, axis=-1)
         bias = params["softmax"]["output_bias"]
         bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, -1e9)
         # Token i is predicted from the forward state of i - 1 and the backward state of i + 1.
-        states, table = (
-            jnp.stack([forward[:, :-2], backward[:, 2:]]),
-            encoder.embeddings.word.embedding,
-        )
+        states = jnp.stack([forward[:, :-2], backward[:, 2:]])
+        table = encoder.embeddings.word.embedding
         return layers.linear(states, table[...], bias, "outputs_inputs")
 
     def forward(self, params, fixed, batch, noise, loop):
@@ -172,7 +173,7 @@ class BidirectionalLanguageModel:
 
 
 def _restore_tokens(batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the original ids of masked rows, int32 [B, S], and weights, float32 [B, S - 2].
+    """Undoes the masking: returns the original ids, int32 [B, S], and weights, float32 [B, S - 2].
 
     A weight is 0 for [CLS], [SEP] and padding, else the row's.
     """
@@ -189,6 +190,7 @@ def _restore_tokens(batch) -> tuple[jax.Array, jax.Array]:
 
 def languages(model: Model, data: Data) -> BidirectionalLanguageModel:
     """Returns the objective for `data.code`."""
+    # data.objective=mlm fills rows with full sentences; `data.code` replaces what is learned.
     if data.units != "sentences" or data.attention != "whole_row":
         raise InputError(
             "data.objective, data.attention: elmo needs rows of full sentences; set "

@@ -1,7 +1,7 @@
 """`python -m launch gke EXPERIMENT ...`: a run on GKE, as the JobSet of `launch.jobset`.
 
 The cluster has the machines or creates them. Kubernetes starts the pods, and restarts all of them
-when one was preempted or lost, but not when the run itself has failed (`spec.FATAL`).
+when one was preempted or lost, but not when the run itself has failed (`spec.FINAL`).
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from bert_jax.errors import InputError
 
 from . import jobset
-from .spec import FATAL, Spec, heredoc, staging_folder
+from .spec import FINAL, Spec, heredoc, staging_folder
 
 # Seconds to wait for pods, which save before they end.
 _DELETE_SECONDS = 1200
@@ -48,7 +48,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     yield f"# {spec.name}: {topology.name}, {topology.chips} chips on {spec.hosts} hosts;"
     yield f"# image {pods.image}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
-    yield f"# Exit codes {', '.join(map(str, FATAL))} of a pod end the run. Others except 0, such"
+    yield f"# Exit codes {', '.join(map(str, FINAL))} of a pod end the run. Others except 0, such"
     yield f"# as 75 after a preemption, restart all pods, {spec.retries} times at most."
     yield "# To list its pods, to follow the log of its first host, and to end it:"
     yield f"#   {shlex.join([*kubectl, 'get', 'pods', selector, '--output=wide'])}"

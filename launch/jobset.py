@@ -15,7 +15,7 @@ import yaml
 
 from bert_jax.errors import InputError
 
-from .spec import EXPERIMENT_FILE, FATAL, Spec, slice_names
+from .spec import EXPERIMENT_FILE, FINAL, Spec, slice_names
 
 CONTAINER = "run"
 # Name of the only group of pods; host 3 of slice 0 of NAME is the pod NAME-hosts-0-3-XXXXX.
@@ -119,7 +119,7 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
-    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FATAL)}
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
     return {
         "parallelism": spec.hosts // spec.rented_topology.slices,
         "completions": spec.hosts // spec.rented_topology.slices,

@@ -91,5 +91,5 @@ def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterato
     flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names)
     package = __name__.rpartition(".")[0]
     start = [sys.executable, "-m", package, "local", *flags, f"--retries={spec.retries}"]
-    _, command, *words = spec.command(os.fspath(file))
-    yield shlex.join([*start, *words, *(["--extend"] if command == "extend" else [])])
+    words = spec.command(os.fspath(file))[2:]  # without `bert-jax pretrain` or `extend`
+    yield shlex.join([*start, *words, *(["--extend"] if spec.extend else [])])

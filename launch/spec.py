@@ -134,14 +134,14 @@ def heredoc(path: pathlib.Path, text: str) -> Iterator[str]:
 
 # --- Exit codes ---------------------------------------------------------------------------------
 
-# Exit codes of fatal failures: the run is not restarted. Any other except 0 (74, 75, 134, a
+# Exit codes after which a run is not restarted; neither is it after 0. Any other (74, 75, 134, a
 # signal's) is a failure of a machine, the network or another process, and the run is restarted.
-FATAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
+FINAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
 
 
 def is_final(code: int) -> bool:
     """Returns whether a run with this exit code is not restarted."""
-    return code == errors.FINISHED or code in FATAL
+    return code == errors.FINISHED or code in FINAL
 
 
 # --- Names of slices ----------------------------------------------------------------------------

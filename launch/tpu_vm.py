@@ -19,7 +19,7 @@ import bert_jax
 from bert_jax.errors import InputError
 
 from . import checks
-from .spec import EXPERIMENT_FILE, FATAL, Spec, heredoc, slice_names, staging_folder
+from .spec import EXPERIMENT_FILE, FINAL, Spec, heredoc, slice_names, staging_folder
 
 # The part of the script that is the same in every launch; the scripts of hosts follow below.
 _BODY = pathlib.Path(__file__).with_suffix(".sh")
@@ -158,7 +158,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
         "POLL": str(POLL_SECONDS),
         "WAIT": str(wait),
     }
-    lists = {"LOCATION": location, "REQUEST": request, "FILES": files, "FINAL": map(str, FATAL)}
+    lists = {"LOCATION": location, "REQUEST": request, "FILES": files, "FINAL": map(str, FINAL)}
     ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", spec.name, *location]
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     yield "#!/usr/bin/env bash"

@@ -6,8 +6,8 @@
 
 A checkpoint is the training state (`training.step.State`) and its metadata, in JSON: the
 experiment, the environment, and the sums of metrics since the last line of metrics.jsonl, so that a
-resumed run writes the same lines as one without interruption. Orbax does not detect a flipped bit:
-so the metadata have a checksum of every array, the same on any mesh, and a checksum of themselves.
+resumed run writes the same lines as one without interruption. Orbax does not detect a flipped bit,
+so the metadata have a checksum of every array, the same on any mesh, and one of the metadata.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _COMMITTED = "commit_success.txt"
 
 
 class Damaged(InputError):
-    """A checkpoint whose checksums differ, or that cannot be restored from readable files."""
+    """A checkpoint has other checksums than it should, or its readable files cannot be restored."""
 
 
 def list_steps(folder: epath.Path) -> list[int]:
@@ -80,7 +80,7 @@ class CheckpointFolder:
         """Raises Unavailable instead of OSError and ValueError when it writes to a bucket.
 
         Such an error is transient: the run has tested its access at the start, and no other program
-        writes there. A corrupt response or a stale listing raises errors of many types.
+        writes there. A corrupt response or a stale listing raises either.
         """
         try:
             yield
@@ -114,7 +114,7 @@ class CheckpointFolder:
         return self.retry(rename)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint, after it was renamed as incomplete: a kill leaves no half of it."""
+        """Deletes a checkpoint, after it was renamed: what a kill leaves counts as incomplete."""
         folder, renamed = self.step_path(step), self.path / f"{step}{_UNFINISHED}"
 
         def rename_and_delete() -> None:

@@ -88,7 +88,7 @@ class Saver:
             self.wait_and_tolerate_failure()
         if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # `finish`, or the next `poll`, retries
+            with contextlib.suppress(Exception):  # `finish` or a later save records it
                 if self.saved_step in layout.list_steps(self._workdir.checkpoints):
                     self._write_newest_step(self.saved_step)
 
@@ -284,8 +284,8 @@ class _Retention:
         evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
         if run.replay_every:
-            # Also the newest checkpoint not after the last recompute check, which starts from it. A
-            # check at the newest step runs after this save, hence the -1.
+            # Also the newest checkpoint that a recompute check has passed: if the next check fails,
+            # the run rolls back to it. A check at the newest step runs after the save.
             last_check = (steps[-1] - 1) // run.replay_every * run.replay_every
             kept.update([step for step in steps if step <= last_check][-1:])
         return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

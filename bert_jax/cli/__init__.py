@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import errno
-import functools
 import io
 import os
 import sys
@@ -155,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the encoding may be ASCII
     prepare_process()
-    retry.control.reset(report=functools.partial(print, file=sys.stderr))  # shows retries
+    retry.control.reset(report=lambda line: print(line, file=sys.stderr))  # shows retries
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):

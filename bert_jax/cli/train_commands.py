@@ -173,7 +173,7 @@ def _train(
         "--language",
         metavar="CODE",
         help="language of the text, as in corpus.language: decides how sentences are split and "
-        "whether text is lower-cased [guessed from its letters; en for Latin letters]",
+        "whether text is lower-cased [assumed from its script; en for Latin letters]",
     ),
     Argument(
         "--base",

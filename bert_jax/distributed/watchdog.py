@@ -99,7 +99,7 @@ class Watchdog:
         self._print_seconds = 5 * _PRINT if is_coordinator else _PRINT
         self._deadline = float("inf")
         # Setting faulthandler and SIGALRM after each step would slow down fast steps. Both are set
-        # to fire `_slack` seconds late, and set again only once they would fire too early.
+        # to fire `_slack` seconds late, and set again only if they would fire at another time.
         self._fires_at, self._slack = float("-inf"), min(_POLL, self._seconds / 10)
         self._watch: threading.Thread | None = None
 

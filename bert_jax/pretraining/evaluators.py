@@ -37,8 +37,7 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 
-# Number and lengths in tokens of the sample sentences from held-out documents. They are used if the
-# user gives no sentences in the setting `run.watch`.
+# Number and lengths in tokens of held-out sentences that are sampled if `run.watch` is empty.
 _SAMPLES = 6
 _SAMPLE_LENGTHS = range(8, 25)
 _TOP_TOKENS = 5  # number of most likely tokens that are logged for each [MASK]
@@ -212,7 +211,7 @@ class SamplePredictor:
         Returns:
           {"sentences": [...]}, with these keys for each sentence: `text`; `masks`, the most likely
           tokens for each [MASK]; and, if the original token is known, `truth`, which is the token,
-          and `truth_probability`. Returns {} on processes other than 0, and without sentences.
+          and `truth_probability`. Returns {} on other processes than 0 and without sentences.
         """
         if "masked_lm" not in params:  # a custom objective may have no such head
             return {}

@@ -411,7 +411,7 @@ def _read_checkpoint(
 ) -> Restored:
     """Returns the parts `names` of a checkpoint (`newest`, `best`, a step), on the whole mesh."""
     checkpoints = Checkpoints(workdir.checkpoints)
-    # Compares all settings but placement, with the newest: `extend` may have changed older ones.
+    # All settings except placement, of the newest: others may be from before `extend`.
     saved_experiment = checkpoints.experiment(checkpoints.find_step("newest"))
     if changed := config.differences(saved_experiment, experiment, role="identity"):
         raise InputError(

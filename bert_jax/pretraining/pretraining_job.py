@@ -62,7 +62,7 @@ class PretrainingJob(Job):
         return slices.adapt_experiment(self.experiment, active, configured, shards_per_slice)
 
     def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
-        require_runnable(self.experiment, mesh)  # reads no files: the corpus may not exist yet
+        require_runnable(self.experiment, mesh)  # the corpus may not exist yet
 
     def require_initial_weights(self) -> None:
         if self.fork_point is None:
@@ -128,9 +128,11 @@ class PretrainingJob(Job):
         objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
         run_evaluators = evaluators.held_out_evaluators(experiment, self._corpus, mesh)
         if self.probes is not None:
-            args = self.probes, experiment, self._corpus.tokenizer, mesh
-            args = *args, lambda: self._vector_settings, self.workdir.metrics
-            run_evaluators = *run_evaluators, evaluators.probe_evaluator(*args)
+            tokenizer, metrics = self._corpus.tokenizer, self.workdir.metrics
+            probe_evaluator = evaluators.probe_evaluator(
+                self.probes, experiment, tokenizer, mesh, lambda: self._vector_settings, metrics
+            )
+            run_evaluators = *run_evaluators, probe_evaluator
             self.report(f"probes: {self.probes.description}")
         self.training = Training(
             objective=objective,
@@ -175,7 +177,8 @@ class PretrainingJob(Job):
         self._vector_settings = base_lib.read_vectors(metadata.get("notes", {}))
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        return {"vectors": dataclasses.asdict(v)} if (v := self._vector_settings) else {}
+        settings = self._vector_settings
+        return {"vectors": dataclasses.asdict(settings)} if settings else {}
 
     def _phase_batches(self, done: int) -> PhaseBatches:
         """Returns the batches of the phase to which the step after `done` steps belongs."""

@@ -170,9 +170,8 @@ class _Timeline:
                     self.now = share * first_end + (1 - share) * self.now
                     second_free_at = self.free_at  # another dict if the second branch has branches
                     for axis in first_free_at.keys() | second_free_at.keys():
-                        times = (ends.get(axis, began) for ends in (first_free_at, second_free_at))
-                        first_time, second_time = times
-                        second_free_at[axis] = share * first_time + (1 - share) * second_time
+                        times = first_free_at.get(axis, began), second_free_at.get(axis, began)
+                        second_free_at[axis] = share * times[0] + (1 - share) * times[1]
 
     def _spend(self, term: str, seconds: float, count: float) -> None:
         self.now += seconds

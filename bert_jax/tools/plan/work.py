@@ -16,7 +16,7 @@ _MULTIPLY = {"convolution", "dot"}
 # Opcodes that only move or convert values.
 _MOVE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "fusion", "copy"}
 _MOVE |= {"convert", "reduce-precision", "reshape", "transpose", "broadcast", "concatenate", "pad"}
-# No move: a copy has a `gather` only of a scalar, such as an offset.
+# A `gather` is no move: in copies it reads only scalars, such as offsets.
 _READS_PART, _WRITES_PART = ("slice", "dynamic-slice", "gather"), "dynamic-update-slice"
 _MOVE |= {"slice", "dynamic-slice", _WRITES_PART}
 # An array with its layout; an array whose layout shows that it is on chip (VMEM).
