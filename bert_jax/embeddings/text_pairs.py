@@ -1,6 +1,6 @@
 """Pairs of related texts, drawn from a corpus without labels.
 
-The seed and the number of an example determine a sentence, and both spans of tokens around it.
+The seed and the number of an example determine a sentence, and two spans of tokens around it.
 
 Shape letters: E examples, B rows (two for each example), S tokens of a row.
 """
@@ -86,8 +86,8 @@ class CorpusPairs:
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns the arrays of `tasks.rows.TaskBatches.batch`, and `keys`.
 
-        `keys` are uint32 [B], equal for equal texts. `indices` are rows of the step; example i has
-        2i and 2i + 1.
+        `keys` are uint32 [B], equal for equal texts. `indices` are rows of the step in any order,
+        but rows 2i and 2i + 1, those of example i, stand together.
         """
         spans, special_ids = self._step_spans(step), self._special_ids
         length = min(-(-int(self._row_lengths(spans).max()) // 32) * 32, self._length)

@@ -79,7 +79,7 @@ class FinetuningJob(Job):
         self._tallies = {"train": Tally(), "validation": Tally()}
         self.data = read_data(experiment, self._base, self._tallies)
         self.objective, self.data_sha256 = self.data.objective, self.data.sha256
-        # A sample is an example or, for tags and spans, whose examples may have several, a row.
+        # A sample is an example, or a row if an example may have several (tags and spans).
         samples = experiment.epochs * self.data.training.samples_per_epoch
         self._set_steps(math.ceil(samples / experiment.batch_size))
         # Raises InputError if the state cannot be sharded over the mesh.

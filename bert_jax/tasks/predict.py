@@ -75,7 +75,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     """Writes a file's rows with a fine-tuned run's predictions in one or two more columns.
 
     `predicted` is a label, a number, a list of tags or a text; for a label, `probability` is added.
-    Both are empty for a blank text and for a broken row that is skipped. Labels are not read.
+    Both are empty for a row with a blank or broken text. Rows that cannot be parsed are left out.
 
     Returns:
       A message with the number of rows and of each predicted label.

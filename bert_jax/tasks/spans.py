@@ -37,7 +37,7 @@ class Window(NamedTuple):
     offset: int  # position in the row where the context starts
     # int32 [n, 2], for each token of the context, the character range of its word.
     word_ranges: np.ndarray
-    has_most_context: np.ndarray  # bool [n], whether no other window gives the token more
+    has_most_context: np.ndarray  # bool [n], whether this is the first window with most context
 
 
 class SpanKind(TaskKind):
