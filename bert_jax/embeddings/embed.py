@@ -318,8 +318,8 @@ def write(
     )
     if len(sample) > 1:
         report(
-            f"--quantize {quantize}: among the first {len(sample):,} vectors, each keeps on average "
-            f"{recall(sample, quantize):.1%} of its ten nearest neighbours"
+            f"--quantize {quantize}: among the first {len(sample):,} vectors, each keeps on "
+            f"average {recall(sample, quantize):.1%} of its ten nearest neighbours"
         )
     if warning := embedder.unknown.warning("the text"):
         report(warning)
