@@ -64,7 +64,7 @@ class Encoder(nnx.Module):
 def run_encoder(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs="last"):
     """Runs the encoder, see `bert_jax.model.kinds.encode`.
 
-    Of all outputs the first is the embeddings, once for each direction.
+    With every output asked for, the first is the embeddings, once for each direction.
     """
     del segment_ids
     dtype = jnp.dtype(cfg.compute_dtype)

@@ -115,7 +115,7 @@ class ForkPoint(NamedTuple):
         return self.workdir.with_corpus(load_experiment(self.workdir).run.corpus_dir).corpus
 
     def copy_lines(self, workdir: Workdir) -> None:
-        """Before the first checkpoint copies the parent's lines; checks a fork's vocabulary."""
+        """Copies the parent's lines before the first checkpoint; checks a fork's vocabulary."""
         if _has_checkpoint(workdir):
             return
         if self.command == "fork":

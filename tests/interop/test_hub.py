@@ -134,8 +134,9 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub, monkeypatch):
     fails("import unknown-name --workdir x", "unknown-name", "no such folder")
     hub.status = 503
     fails(f"import {NAME} --workdir x", NAME, "503", code=74)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    fails(f"import {NAME} --workdir x", NAME, "[hub]")
+    with monkeypatch.context() as patch:  # undone before the fixture restores the modules
+        patch.setitem(sys.modules, "huggingface_hub", None)
+        fails(f"import {NAME} --workdir x", NAME, "[hub]")
 
 
 @pytest.mark.long
