@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import unittest.mock
 
 import hf_folder
 import hub_server
@@ -125,17 +126,15 @@ def test_a_download_that_is_cut_continues_where_it_ended(hub, monkeypatch):
     base_lib.read(epath.Path("base"))
 
 
-def test_what_the_hub_refuses_is_said_in_one_line(hub, monkeypatch):
-    hub.add("owner/gated", {}, gated=True)
-    hub.add("owner/private", {}, private=True)
-    fails("import owner/gated --workdir x", "owner/gated", "access", "HF_TOKEN")
-    fails("import owner/private --workdir x", "owner/private", "private", "HF_TOKEN")
+def test_what_the_hub_refuses_is_said_in_one_line(hub):
+    for kind, word in (("gated", "access"), ("private", "private")):
+        hub.add(f"owner/{kind}", {}, **{kind: True})
+        fails(f"import owner/{kind} --workdir x", f"owner/{kind}", word, "HF_TOKEN")
     fails("import owner/unknown --workdir x", "owner/unknown", os.environ["HF_ENDPOINT"])
     fails("import unknown-name --workdir x", "unknown-name", "no such folder")
     hub.status = 503
     fails(f"import {NAME} --workdir x", NAME, "503", code=74)
-    with monkeypatch.context() as patch:  # undone before the fixture restores the modules
-        patch.setitem(sys.modules, "huggingface_hub", None)
+    with unittest.mock.patch.dict(sys.modules, huggingface_hub=None):  # undone before `hub` ends
         fails(f"import {NAME} --workdir x", NAME, "[hub]")
 
 
