@@ -5,12 +5,19 @@ resumes exactly from the state in its newest checkpoint. A training line of metr
 the steps since the previous training line, its window. A step is dispatched to the devices, then
 all processes do what is due, in this order:
 
-1. log: fetch and write the pending line, if an earlier step has ended a window. If it shows too
-   many bad steps in a row, the run rolls back. If this step ends a window, its line is now pending:
-   it is written after the next step, or before this step's evaluation or save;
-2. evaluate, if due; this waits for the devices;
-3. save, if due; this waits for the devices, then for the previous save;
-4. stop, if asked to or after early stopping.
+1. check that the run still owns its bucket, and that the previous save has not failed;
+2. log: fetch the pending line, if an earlier step has ended a window, and write it. If it shows too
+   many bad steps in a row, it is not written and the run rolls back; nothing else looks for them.
+   If this step ends a window, its line is now pending: it is written after the next step, before
+   this step's evaluation or save, or when the phase or the run ends;
+3. evaluate, if due; this waits for the devices;
+4. save, if due and the newest steps are not bad; this waits for the devices, then for the previous
+   save;
+5. stop, if a signal or slices that came back have asked for it, or (fine-tuning) early.
+
+A recompute check is due before a step: if a device erred, the run rolls back and the step is not
+taken. Lines, evaluations and checkpoints give the number of steps done, while a single step, such
+as a bad one, has the number of steps done before it.
 
 If nothing else is due, a line is written one step late: while the loop waits for the window's last
 step, the next step is queued, so that the devices do not idle. The loop also waits if more than
@@ -149,7 +156,7 @@ class Trainer:
     def _train(self) -> RunFailure | Divergence | None:
         """Trains all phases; returns an error if the state must not be saved.
 
-        Returns a `Divergence` if the run is asked to stop before it has rolled back.
+        Returns a `Divergence` if the run may roll back and is asked to stop before it has.
         """
         stop = self.context.stop
         try:
@@ -197,10 +204,10 @@ class Trainer:
                             break
                         batch = next(feed)
                     batch = context.hooks.change_batch(state.done, batch)
-                    if run.replay_every and state.done % run.replay_every == 0:  # recompute check
-                        program = recomputed_step
+                    if run.replay_every and state.done % run.replay_every == 0:
+                        program = recomputed_step  # checks the devices, then takes the step
                     elif run.check_every and state.done % run.check_every == 0:
-                        program = checked_step
+                        program = checked_step  # a TPU that finds an error in it ends the run
                     else:
                         program = train_step
                     timer = contextlib.nullcontext()
@@ -215,7 +222,7 @@ class Trainer:
                         )
                 self._count_step(batch)
                 self._finish_step(phase)
-        self.log.write_pending()
+        self.log.write_pending()  # raises Divergence, as in `_finish_step`
 
     def _await_plan(self, phase: PhaseBatches) -> bool:
         """Waits until the epoch of the next step is planned; returns False if asked to stop."""
@@ -265,16 +272,15 @@ class Trainer:
                 self._save()
             context.watchdog.reset()
             self._stop_for_slices()
-        context.stop.on_step(state.done)  # all processes notice a request after the same step
+        # Several processes notice a request after the same step; one notices it at once.
+        context.stop.on_step(state.done)
 
     def _stop_for_slices(self) -> None:
         """Requests a stop if slices wait and a restart with them pays off."""
         peers, steps_left = self.context.peers, self.job.training.total_steps - self.state.done
         self.waiting_slices = peers.slices_to_admit(self.log.lines.timings.read, steps_left)
         if self.waiting_slices:
-            self.job.report(
-                f"slices: {self.waiting_slices} can train as well; stopping to restart with them"
-            )
+            self.job.report(f"stopping to restart with slices that are back: {self.waiting_slices}")
             self.context.stop.requested = True
 
     def _roll_back(self, error: Divergence | SilentCorruption) -> None:
@@ -331,8 +337,8 @@ class Trainer:
             with self.context.clock.waiting(evaluator.time_category):
                 values = evaluator.evaluate(state.arrays["params"], state.done)
             if not math.isfinite(values.get("loss", 0.0)):
-                if jax.device_get(state.arrays["bad_in_a_row"]):  # a roll-back will follow
-                    return
+                if jax.device_get(state.arrays["bad_in_a_row"]) and not self._is_finished:
+                    return  # more bad steps lead to a roll-back, a good one to a later evaluation
                 raise RunFailure(
                     f"the held-out loss of step {state.done} is not finite: training has diverged"
                 )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from broken import said
 from compare import assert_identical
 from small_run import (
     assert_same_run,
@@ -37,6 +38,7 @@ def file(tmp_path_factory):
     file = write_text(tmp_path_factory.mktemp("diverging"))
     source = file.read_text().replace('name="adamw"', 'name="adamw", bad_steps_in_a_row=3')
     file.write_text(source)
+    said(f"prepare {file}")  # here, so that no run of these tests does it
     return file
 
 
@@ -259,13 +261,17 @@ def test_few_steps_wait_for_the_devices(file, tmp_path, monkeypatch):
     assert 1 <= most[0] <= 5  # the one at work, too
 
 
-def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkeypatch):
-    """Though the steps are."""
+@pytest.mark.parametrize(("bad", "every", "step"), [((), 6, 6), ((7,), 99, 22)])
+def test_held_out_losses_that_are_not_finite_fail_by_name(
+    bad, every, step, file, tmp_path, monkeypatch
+):
+    """Though the steps are finite, or if too few steps are left for a roll-back."""
     evaluate, nan = HeldOutRows.evaluate, {"loss": float("nan")}
     monkeypatch.setattr(HeldOutRows, "evaluate", lambda *args: evaluate(*args) | nan)
+    poison(monkeypatch, {*bad}, width=24)
     with leaving_no_state():
-        outcome, shown = pretrain(file, tmp_path / "w")
-    assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown
+        outcome, shown = pretrain(file, tmp_path / "w", f"run.eval_every={every}")
+    assert outcome == "failed" and f"the held-out loss of step {step} is not finite" in shown
 
 
 # --- the decisions ------------------------------------------------------------------------------
