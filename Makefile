@@ -46,9 +46,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt $(VENV)/made-with
 ASKED := "My fellow [MASK], we meet here today." "The united [MASK] of America." \
   "I ask the [MASK] to pass this bill."
 
-# Pre-trains experiments/tiny.py on the sample text; run again, it goes on where it stopped.
+# Pre-trains experiments/tiny.py on the sample text; run again, it goes on where it stopped. ARGS
+# may change settings.
 pretrain: $(STAMP)
-	$(BIN)/bert-jax pretrain experiments/tiny.py
+	$(BIN)/bert-jax pretrain experiments/tiny.py $(ARGS)
 	$(BIN)/bert-jax report runs/tiny
 	$(BIN)/bert-jax predict --workdir runs/tiny --top 4 $(ASKED)
 	@echo 'Ask your own: $(BIN)/bert-jax predict --workdir runs/tiny "We the [MASK] of the United States"'
