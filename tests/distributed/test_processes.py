@@ -125,7 +125,7 @@ def test_processes_train_as_one(text):
     assert shown and all(line.startswith("[0] ") for line in shown), "one speaks for all"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_processes_resume_through_a_change_of_mixture_bit_exact(tmp_path):
     """Stopped before the change and killed after it; the rows are those of one process."""
     file = write_text(tmp_path)
@@ -142,7 +142,7 @@ def test_two_processes_resume_through_a_change_of_mixture_bit_exact(tmp_path):
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra")
 def test_processes_with_a_cache_each_train_as_one_in_a_bucket(text, tmp_path):
     """Each reads its own copy of the corpus that the first has sent; a fresh host goes on."""
@@ -261,7 +261,7 @@ def test_processes_roll_back_together(text):
     assert_same_metrics(folder / "back2", folder / "back1", 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_device_of_another_process_that_errs_is_named_once(text):
     """All go back before it, and the run is that of one process."""
     folder, file = text

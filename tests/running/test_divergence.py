@@ -130,7 +130,7 @@ def test_it_is_the_same_run_whenever_it_logs_and_saves(
     assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_bad_steps_that_come_back_are_left_out_with_earlier_ones(file, tmp_path, monkeypatch):
     """Those that it was at step 0 for are not forgotten when it goes back once more."""
     poison(monkeypatch, {5, 6, 7, 8, 9, 10, 14, 15, 16})

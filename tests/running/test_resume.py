@@ -113,7 +113,7 @@ def train_resharded(workdir):
     assert "resume: parallelism.state: 'zero1' -> 'zero3'" in result.stdout.decode()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_goes_on_under_other_shardings(finished_run, resharded):
     """Batches and dropout are the same, so the metrics agree up to rounding."""
     a, b = (

@@ -194,7 +194,7 @@ LEFT_OUT = {
 # Pairs that every test run takes: those of a quick work, and one for the slow works.
 QUICK = {("push", fault) for fault in FAULTS} | {("restore", "cut")}
 # A save takes half a minute for each fault, so that most of its pairs are nightly.
-NIGHTLY = {("save", fault) for fault in FAULTS} - {("save", "cut"), ("save", "503")}
+NIGHTLY = {("save", fault) for fault in FAULTS} - {("save", "503")}
 
 
 def marks_of(pair: tuple[str, str]) -> Any:

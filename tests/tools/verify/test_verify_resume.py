@@ -59,7 +59,7 @@ def alike(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_round_of_each_kind_finds_no_difference(verified):
     folder, printed = verified
     assert printed[-1] == f"verify-resume: {len(KINDS)} kills, 0 differences"
