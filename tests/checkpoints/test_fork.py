@@ -271,7 +271,7 @@ def test_a_fork_copies_no_metrics_of_later_steps(copy_of_run):
     """Trackers would send them during the restore, and later skip the fork's own lines."""
     (copy_of_run / "w").mkdir()
     workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
-    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].copy_lines(workdir)
+    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].copy_metrics(workdir)
     own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
     assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 
