@@ -62,7 +62,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     huggingface.write_folder(base, "encoder", "float32", epath.Path(place / "base"))
     lines = JsonLines(workdir.metrics).read()
     job = FinetuningJob(experiment, workdir, lambda line: None)
-    job.read_inputs(mesh_lib.one_device())
+    job.check_inputs(mesh_lib.one_device())
     with peers_lib.connect_processes() as peers:
         job.open(mesh_lib.one_device(), peers)
         rates = write(job, place)

@@ -106,7 +106,7 @@ class Bare:
         self._key = step.phase_key(model, 0, 0)
         self._state = first_state(learned, mesh)
         self.take(1)
-        means = lines_lib.means(jax.device_get(self._state[1]))
+        means = lines_lib.mean_metrics(jax.device_get(self._state[1]))
         self.first_loss = sum(means[name] for name in learned.losses)
         self.take(2)
 

@@ -202,7 +202,7 @@ def training(trained: LoadedModel, prepared: PreparedCorpus, experiment: Experim
         placed = feed.place(batch, rows, len(rows), sharding)
         key = step.phase_key(experiment.model, experiment.seed, phase)
         state, window = train_step(state, window, placed, key)
-        means = lines_lib.means(jax.device_get(window))
+        means = lines_lib.mean_metrics(jax.device_get(window))
         losses.append(sum(means[name] for name in objective.losses))
         arrays |= {f"{number}/{name}": value for name, value in batch.items()}
     rates = [float(optimizer.schedule(cfg, total, jnp.int32(i))) for i in range(STEPS)]

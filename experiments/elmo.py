@@ -191,7 +191,7 @@ def _restore_tokens(batch) -> tuple[jax.Array, jax.Array]:
 def languages(model: Model, data: Data) -> BidirectionalLanguageModel:
     """Returns the objective for `data.code`."""
     # data.objective=mlm fills rows with full sentences; `data.code` replaces what is learned.
-    if data.units != "sentences" or data.attention != "whole_row":
+    if data.row_kind != "sentences" or data.attention != "whole_row":
         raise InputError(
             "data.objective, data.attention: elmo needs rows of full sentences; set "
             "data.objective=mlm and data.attention=whole_row"

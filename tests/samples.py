@@ -55,7 +55,7 @@ def train_batches(
 ) -> batches.TrainBatches:
     data, names = data or Data(), (0, "train", phase)
     widths = shape.sequence_length, data.short_seq_prob
-    plans = Plans(small_stream(), PlanSpec(names, *widths, data.units))
+    plans = Plans(small_stream(), PlanSpec(names, *widths, data.row_kind))
     return batches.TrainBatches(plans, IDS, data, shape)
 
 

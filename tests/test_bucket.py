@@ -268,7 +268,7 @@ SHOW = "show small.py --set run.corpus_dir=gs://bucket/corpus"
 def remote(objects, copy_of_run):
     """A corpus in the bucket, its text, and this host's copy."""
     assert call(PREPARE) == (0, "")
-    copy = corpus.local_corpus(epath.Path("gs://bucket/corpus"))
+    copy = corpus.ensure_local(epath.Path("gs://bucket/corpus"))
     objects.writes.clear()
     return pathlib.Path(copy)
 
@@ -291,7 +291,7 @@ def test_a_damaged_copy_is_mended(remote):
     whole = path.read_bytes()
     for damaged in (whole[:-2], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
-        corpus.local_corpus(epath.Path("gs://bucket/corpus"))
+        corpus.ensure_local(epath.Path("gs://bucket/corpus"))
         assert path.read_bytes() == whole
 
 
@@ -334,7 +334,7 @@ def test_a_corpus_removed_from_its_bucket_is_made_again_and_stale_copies_go(obje
         assert objects.files().keys() == before.keys()
     new = json.loads(objects.files()["corpus/manifest.json"])
     assert new["splits"] != json.loads(before["corpus/manifest.json"])["splits"]
-    copy = corpus.local_corpus(epath.Path("gs://bucket/corpus"))
+    copy = corpus.ensure_local(epath.Path("gs://bucket/corpus"))
     assert json.loads((copy / "manifest.json").read_text()) == new
     assert len(corpus.open_stream(copy, "train").ids) == new["splits"]["train"]["tokens"]
 

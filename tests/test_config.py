@@ -23,7 +23,7 @@ def test_steps_fall_into_phases():
     assert moved.rows_after(90_002) == [90_000 * 256, 7 + 2 * 256]
     rotary = ["model.kind=modern", "phases.1.global_rotary_base=9"]
     modern = config.override(EXPERIMENT, rotary)
-    assert [modern.model_after(n).global_rotary_base for n in (0, 90_000, 90_001)] == [
+    assert [modern.latest_model(n).global_rotary_base for n in (0, 90_000, 90_001)] == [
         *(160_000, 160_000, 9)
     ]
 

@@ -61,7 +61,7 @@ class Moments:
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """The settings by which hidden states of tokens become the vector of a text."""
+    """Settings of text vectors: how hidden states of tokens become the vector of a text."""
 
     # The mean of all tokens with [CLS] and [SEP], the state of [CLS], or that of the last, [SEP].
     pooling: Literal["mean", "cls", "last"] = "mean"

@@ -71,14 +71,14 @@ class ForkPoint(NamedTuple):
         # Settings of the role "identity" determine results; those of "placement" do not.
         changed = config.differences(saved, experiment, role="identity")
         if fixed := [line for line in changed if line.startswith(_FIXED)]:
-            return f"of another model ({'; '.join(fixed)})"
+            return f"is of another model ({'; '.join(fixed)})"
         if self.step >= experiment.total_steps:
-            return f"phases have only {experiment.total_steps} steps"
+            return f"the experiment has only {experiment.total_steps} steps"
         if experiment.corpus.tokenizer == "train" and (
             saved.corpus.tokenizer != "train" or self.has_other_text(saved, experiment)
         ):
             return (
-                "corpus.tokenizer=train makes another vocabulary of another text; add --set "
+                "corpus.tokenizer=train would make another vocabulary; add --set "
                 f"corpus.tokenizer={self.corpus / 'tokenizer'}"
             )
         return ""
@@ -95,7 +95,7 @@ class ForkPoint(NamedTuple):
         if changed := [line for line in changed if not line.startswith((*_FREE, last))]:
             return f"its run has other settings ({'; '.join(changed)}) than the decay"
         if not peak_start <= self.step <= peak_end:
-            return f"the rate is at its peak from step {peak_start} to {peak_end}; choose one"
+            return f"choose a step from {peak_start} to {peak_end}, where the rate is at its peak"
         if experiment.data.final_masked_lm_prob:
             return "data.final_masked_lm_prob depends on the number of steps; set it to 0"
         return ""
@@ -103,7 +103,7 @@ class ForkPoint(NamedTuple):
     def has_other_text(self, saved: Experiment, experiment: Experiment) -> bool:
         """Returns whether the experiment has other text than its parent, and so other rows."""
         new, old = (dataclasses.asdict(side.corpus) for side in (experiment, saved))
-        # These are no other text: the vocabulary must be equal, and a mixture counts all its rows.
+        # No differences of text: vocabularies must be equal, and mixtures count all their rows.
         changed = {name for name in new if new[name] != old[name]}
         changed -= {"tokenizer", "mixture", "temperature"}
         is_moved = changed == {"sources"} and corpus.is_made_of(self.corpus, experiment.corpus)
@@ -114,8 +114,8 @@ class ForkPoint(NamedTuple):
         """The corpus of the parent."""
         return self.workdir.with_corpus(load_experiment(self.workdir).run.corpus_dir).corpus
 
-    def copy_lines(self, workdir: Workdir) -> None:
-        """Copies the parent's lines before the first checkpoint; checks a fork's vocabulary."""
+    def copy_metrics(self, workdir: Workdir) -> None:
+        """Copies the parent's metrics and predictions to a new run; checks a fork's vocabulary."""
         if _has_checkpoint(workdir):
             return
         if self.command == "fork":

@@ -126,8 +126,8 @@ class Checkpoints:
 
         return self._retry_read(step, read)
 
-    def restore_by_name(self, which: str, abstract_state: Any) -> Restored:
-        """Restores a checkpoint, see `find_step`; for `newest`, skips and reports damaged ones."""
+    def restore_chosen(self, which: str, abstract_state: Any) -> Restored:
+        """Restores the checkpoint of `find_step`; for `newest`, skips and reports damaged ones."""
         restored = self.restore_newest(abstract_state) if which == "newest" else None
         if restored is None:  # if there is no newest one, `find_step` raises InputError
             return self.restore(self.find_step(which), abstract_state)

@@ -113,7 +113,7 @@ class Saver:
     def finish(self, step: int, save_again: Callable[[], None] | None) -> None:
         """Waits for the save of the last step; after a transient error calls `save_again`.
 
-        If that is None, as for a run that ends with an error, raises the transient error instead.
+        If `save_again` is None, as when the run ends with an error, raises the transient error.
         """
         try:
             self.wait()
@@ -198,7 +198,7 @@ class Saver:
         for step in self.checkpoints.steps:
             self._retention.losses[step] = self.checkpoints.metadata(step)["held_out_loss"]
         settings = layout.orbax_settings()
-        # Orbax v1 has no option for the barrier, but `v0` converts its options to those of v0.
+        # Orbax v1 has no option for the barrier. `v0()` converts to the options of v0, which do.
         make_options = settings.asynchronous.v0
         settings.asynchronous.v0 = lambda: dataclasses.replace(
             make_options(), barrier_sync_fn=self._wait_at_barrier

@@ -74,7 +74,7 @@ def import_base(args: argparse.Namespace) -> int:
         epath.Path(args.workdir),
         args.tokenizer,
         print_now,
-        content="with_moments" if args.with_optimizer else "params",
+        with_moments=args.with_optimizer,
         text=args.pruning_text or "",  # a path or a source
         limit=args.keep,
         words=args.add or "",  # the path of a file

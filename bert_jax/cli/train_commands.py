@@ -78,7 +78,7 @@ def prepare(args: argparse.Namespace) -> int:
     manifest = corpus.prepare(
         experiment.corpus, vocab_size, workdir.corpus, print_now, workers, args.beam
     )
-    corpus.require_rows(workdir.corpus, experiment)  # at least one for each phase
+    corpus.require_enough_text(workdir.corpus, experiment)
     if args.verify:
         corpus.verify(workdir.corpus)
         print_now(f"corpus: all files of {workdir.corpus} match their recorded checksums")

@@ -116,7 +116,7 @@ def held_out_fields(experiment: Experiment) -> dict[str, object]:
     # Held-out rows are drawn from all sources by size.
     sources = tuple(map(source_name, corpus.sources))
     corpus = dataclasses.replace(corpus, mixture=(), temperature=0.0, sources=sources)
-    if data.units == "sentences":
+    if data.row_kind == "sentences":
         data = dataclasses.replace(data, short_seq_prob=Data.short_seq_prob)  # only used by pairs
     return {
         **{f"data.{name}": getattr(data, name) for name in _QUESTION_FIELDS},

@@ -19,7 +19,7 @@ from bert_jax.config.fields import (
 class ObjectiveTraits(NamedTuple):
     """The form of the rows and the direction of the encoder that an objective needs."""
 
-    units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row consists of
+    row_kind: Literal["pairs", "swapped_pairs", "sentences"]  # what a row consists of
     # Positions of a row without a target, if all others have one; 0: masked tokens are the targets.
     unpredicted: int
     direction: Literal["both", "left_to_right"]  # what tokens attend to
@@ -87,9 +87,9 @@ class Data(Section, role="identity", label="data"):
             yield "final_masked_lm_prob", "repeated masks cannot change; set data.dupe_factor=0"
 
     @property
-    def units(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
+    def row_kind(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
         """Returns what a row consists of."""
-        return OBJECTIVES[self.objective].units
+        return OBJECTIVES[self.objective].row_kind
 
     @property
     def is_masked(self) -> bool:

@@ -311,13 +311,13 @@ class Experiment(Section, role="identity", label="experiment"):
         direction = OBJECTIVES[self.data_of(phase).objective].direction
         return replace(self.model, global_rotary_base=base, direction=direction)
 
-    def model_after(self, done: int) -> Model:
-        """Returns the model section used in the latest of `done` steps; after 0, that of step 1."""
+    def latest_model(self, done: int) -> Model:
+        """Returns the model section of the last of `done` steps; if 0, of the first step."""
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
 
     def model_for_scoring(self, done: int) -> Model:
         """Returns the model section after `done` steps for scoring by data.objective."""
-        return replace(self.model_after(done), direction=self.model.direction)
+        return replace(self.latest_model(done), direction=self.model.direction)
 
     def _problems(self) -> Iterator[Problem]:
         if not self.phases:
@@ -377,7 +377,7 @@ class Experiment(Section, role="identity", label="experiment"):
         objectives = {phase.objective or data.objective for phase in self.phases}
         for objective in sorted(objectives):
             why = f"objective={objective}"
-            has_pairs = OBJECTIVES[objective].units != "sentences"
+            has_pairs = OBJECTIVES[objective].row_kind != "sentences"
             if has_pairs and model.type_vocab_size < 2:
                 yield "model.type_vocab_size", f"{why} has pairs of two segments; set it to 2"
             if objective == "causal" and model.code:

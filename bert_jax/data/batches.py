@@ -29,7 +29,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """The widths of a phase's batches, and the offset of its row numbers: `Phase.row_offset`."""
+    """The widths of a phase's batches, and `Phase.row_offset`, which `fork` sets."""
 
     sequence_length: int
     max_predictions: int
@@ -67,7 +67,7 @@ class BatchBuilder:
           data.attention=per_document example_numbers, the number of each token's document from 1,
           and positions, counted within the document; int32 [B, S], 0 for padding.
         """
-        if self.data.units == "sentences":
+        if self.data.row_kind == "sentences":
             return self._make_full_sentences(planned, draws, policy)
         pair = pairs.truncate(planned, self.sequence_length, draws)
         a_end = 1 + pair.a_length[:, None]  # column of the first [SEP]
@@ -209,16 +209,16 @@ class TrainBatches:
         """
         epochs, slots = np.divmod(row, self.rows_per_epoch)
         stream, spec = self.plans.stream, self.plans.spec
-        dtype = pairs.chunk_dtype(stream) if spec.units == "sentences" else pairs.ROW_DTYPE
+        dtype = pairs.chunk_dtype(stream) if spec.row_kind == "sentences" else pairs.ROW_DTYPE
         planned = np.empty(len(row), dtype)
         for epoch in np.unique(epochs).tolist():
             in_epoch, plan_number = epochs == epoch, self._plan_number(epoch)
             plan = self.plans.wait(plan_number)
             chunks = plan[slots[in_epoch] % len(plan)]
-            if spec.units != "sentences":
+            if spec.row_kind != "sentences":
                 key = draws_lib.key_of(*spec.key_parts, plan_number)
                 chunk_draws = draws_lib.CounterDraws(key, chunks["sentence"])
-                chunks = pairs.rows(stream, chunks, chunk_draws, spec.units)
+                chunks = pairs.rows(stream, chunks, chunk_draws, spec.row_kind)
             planned[in_epoch] = chunks
         number = self._plan_number(epochs) * self.rows_per_epoch + slots
         policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)
@@ -245,9 +245,9 @@ def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple
     """
     names = (data.eval_seed, "validation", "eval")
     plan_key, length = draws_lib.key_of(*names, 0), data.eval_sequence_length
-    if data.units != "sentences":
+    if data.row_kind != "sentences":
         short, count = data.short_seq_prob, data.eval_rows
-        plan = pairs.sample(stream, length, short, plan_key, count, data.units)
+        plan = pairs.sample(stream, length, short, plan_key, count, data.row_kind)
     else:
         plan = sentences.plan(stream, length, plan_key)
         plan = plan[draws_lib.permutation(plan_key, 0, len(plan))[: data.eval_rows]]

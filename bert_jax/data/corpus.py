@@ -102,14 +102,14 @@ def prepare(
 
 def verify(folder: epath.Path) -> None:
     """Reads all files of a corpus; for a corpus in a bucket, the files of this host's copy."""
-    folder = local_corpus(folder)
+    folder = ensure_local(folder)
     manifest = open_manifest(folder)
     for prefix in ("tokenizer/", "stream/", "dataset/"):
         if prefix != "dataset/" or (folder / "dataset").exists():  # a bucket's copy has none
             _require_intact(folder, manifest["files"], prefix, "full")
 
 
-def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path:
+def ensure_local(folder: epath.Path, report: Report | None = None) -> epath.Path:
     """Returns a readable corpus folder: the folder itself, or this host's copy of a bucket's.
 
     Downloads missing and damaged files of the copy; other processes of this host wait.
@@ -218,27 +218,27 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     return stream.Stream.open(target)
 
 
-def require_rows(folder: epath.Path, experiment: Experiment) -> None:
-    """Raises InputError if a split of a corpus gives no row for a phase of the experiment."""
+def require_enough_text(folder: epath.Path, experiment: Experiment) -> None:
+    """Raises InputError if a split of a corpus is too small for one row of a phase."""
     # The rows are not used: planning raises InputError if there is none.
-    data, key, folder = experiment.data, (0, 0), local_corpus(folder)
+    data, key, folder = experiment.data, (0, 0), ensure_local(folder)
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
-    if data.units != "sentences":
-        pairs.sample(validation, length, data.short_seq_prob, key, max_pairs=1, kind=data.units)
+    if data.row_kind != "sentences":
+        pairs.sample(validation, length, data.short_seq_prob, key, max_pairs=1, kind=data.row_kind)
     else:
         sentences.plan(validation, length, key, most_rows=1)
     train, manifest = open_stream(folder, "train"), open_manifest(folder)
     sources = mixture.split_sources(manifest, train) if experiment.corpus.is_mixed else []
     for number, phase in enumerate(experiment.phases):
-        units, length = experiment.data_of(number).units, phase.sequence_length
+        row_kind, length = experiment.data_of(number).row_kind, phase.sequence_length
         weights = mixture.phase_weights(experiment, number, sources) if sources else ()
         for name, part, weight in zip(experiment.corpus.sources, sources, weights, strict=False):
             if weight:
-                mixture.require_row(name, part, length, units)
-        if units == "sentences" and not sources:
+                mixture.require_row(name, part, length, row_kind)
+        if row_kind == "sentences" and not sources:
             sentences.plan(train, length, key, most_rows=1)
         elif not sources:  # 0 tokens at least: a pair need not fill its row
-            mixture.require_row("the text", train, 0, units)
+            mixture.require_row("the text", train, 0, row_kind)
 
 
 def _require_intact(

@@ -18,7 +18,7 @@ from bert_jax.config.text_corpus import LEAST_SHARE
 from bert_jax.config.text_corpus import MIXED_ROWS as BLOCK_ROWS
 from bert_jax.data import draws
 from bert_jax.data.batches import Batch, TrainBatches
-from bert_jax.data.plans import Units
+from bert_jax.data.plans import RowKind
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, printable
 
@@ -146,14 +146,14 @@ def describe_shares(experiment: Experiment, parts: Sequence[Stream]) -> list[str
     return lines
 
 
-def require_row(name: str, part: Stream, sequence_length: int, units: Units) -> None:
+def require_row(name: str, part: Stream, sequence_length: int, row_kind: RowKind) -> None:
     """Raises InputError if `part`, a source or all text, gives no row."""
     if part.tokens < sequence_length:
         raise InputError(
             f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "
             f"of {sequence_length}; give it more text, or remove it"
         )
-    if units == "swapped_pairs" and not (np.diff(part.document_offsets) > 1).any():
+    if row_kind == "swapped_pairs" and not (np.diff(part.document_offsets) > 1).any():
         raise InputError(
             f"data.objective=mlm_sop: no document of {name} has two sentences; give longer ones, "
             "remove the source, or set data.objective=mlm"

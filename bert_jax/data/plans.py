@@ -41,7 +41,7 @@ from bert_jax.storage.workdir import (
 )
 
 # What a row consists of: a pair with a random or a swapped B, or packed sentences.
-Units = Literal["pairs", "swapped_pairs", "sentences"]
+RowKind = Literal["pairs", "swapped_pairs", "sentences"]
 
 # Version of the format of row counts.
 COUNTS_VERSION = 2
@@ -71,15 +71,15 @@ class PlanSpec(NamedTuple):
     key_parts: tuple[object, ...]
     sequence_length: int  # of a row, with [CLS] and [SEP]
     short_seq_prob: float  # share of documents cut into shorter pairs
-    units: Units = "pairs"
+    row_kind: RowKind = "pairs"
 
     def make(self, stream: Stream, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the chunks in the order of documents, and the permutation of an epoch."""
         key, length = draws.key_of(*self.key_parts, epoch), self.sequence_length
-        if self.units == "sentences":
+        if self.row_kind == "sentences":
             chunks = sentences.plan(stream, length, key)
         else:
-            chunks = pairs.plan(stream, length, self.short_seq_prob, key, self.units)
+            chunks = pairs.plan(stream, length, self.short_seq_prob, key, self.row_kind)
         return chunks, draws.permutation(draws.key_of(*self.key_parts), epoch, len(chunks))
 
 
@@ -282,10 +282,10 @@ class Plans:
     @property
     def _count_key(self) -> str:
         """Returns the key of the row count in its file."""
-        key_parts, length, short_seq_prob, units = self.spec
+        key_parts, length, short_seq_prob, row_kind = self.spec
         name = "/".join(map(str, (self.corpus_sha256[:16], *key_parts)))
         name += f"/length={length}/short_seq_prob={short_seq_prob}"
-        return name + f"/units={units}" * (units != "pairs")
+        return name + f"/units={row_kind}" * (row_kind != "pairs")
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:

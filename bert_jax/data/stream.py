@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass
 class Stream:
-    """One split."""
+    """The tokens of one split, as arrays with random access."""
 
     ids: np.ndarray  # uint16 or uint32 [tokens], the documents one after another
     sentence_offsets: np.ndarray  # uint64 [sentences + 1], the start of each sentence in `ids`

@@ -251,7 +251,7 @@ class Peers:
         self._barrier_uses[name] += 1  # a key of the store can be set only once
         key = f"{name}, {self._barrier_uses[name]}" if self._barrier_uses[name] > 1 else name
         self._set(f"{key}/{self.number}", message)
-        # Process 0 gives the others two limits. They wait for three: it may arrive one limit late.
+        # Process 0 waits two limits, a margin of one; the others three: it may come one limit late.
         start = time.monotonic()
         if self.is_primary:
             deadline = None if limit is None else start + 2 * limit

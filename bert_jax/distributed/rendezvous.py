@@ -38,7 +38,7 @@ _POLL_INTERVAL = 0.1  # seconds between two checks whether a thread should stop
 _MAX_MESSAGE_BYTES = 4096
 _ACCEPT_TIMEOUT = 60.0  # seconds for all processes to accept a proposal of slices
 
-# Values of "kind" in a server's message; all versions of bert-jax send these, whatever the names.
+# Values of "kind" in a server's message. Never change them: versions are compared only later.
 _PROPOSAL = "decided"  # these slices should train; each of their processes must accept
 _START = "start"  # all have accepted, so that the run starts
 _ALREADY_PROPOSED = "running"  # these slices were proposed before this process arrived

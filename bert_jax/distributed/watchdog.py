@@ -20,11 +20,11 @@ from bert_jax.errors import INTERRUPTED, UNAVAILABLE
 from bert_jax.storage import retry
 
 _STDERR = 2
-# Seconds for faulthandler to print the stacks; then, until SIGALRM kills a process whose
-# interpreter lock is held; between two checks of the deadline.
-_PRINT, _KILL, _POLL = 1.0, 30.0, 0.5
+_PRINT = 1.0  # seconds for faulthandler to print the stacks
+_KILL = 30.0  # seconds from then until SIGALRM kills a process whose interpreter lock is held
+_POLL = 0.5  # seconds between two checks of the deadline
 _SHOW_CURSOR = b"\x1b[?25h"
-_STOPPING = b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n"
+_STOPPING = b"stopping within a few steps; Ctrl-C again exits at once without saving\n"
 
 
 class StopRequest:
@@ -71,7 +71,7 @@ class StopRequest:
                         os.write(1, _SHOW_CURSOR)  # the progress bar hides it
                 os._exit(INTERRUPTED)
         if not self.requested:
-            self.requested = not self._is_shared
+            self.requested = not self._is_shared  # if shared, `on_step` sets it
             with contextlib.suppress(OSError):  # the terminal or the reader may be gone
                 os.write(_STDERR, _STOPPING)
         if self._is_shared:
@@ -108,10 +108,10 @@ class Watchdog:
         if not self._seconds:
             return
         seconds = times * self._seconds + self._slack
-        now = time.monotonic()
-        self._deadline = now + seconds + self._print_seconds
-        if not 0 <= now + seconds - self._fires_at <= self._slack:
-            self._fires_at = now + seconds
+        latest = time.monotonic() + seconds
+        self._deadline = latest + self._print_seconds
+        if not latest - self._slack <= self._fires_at <= latest:
+            self._fires_at = latest
             faulthandler.dump_traceback_later(seconds, file=_STDERR)
             with contextlib.suppress(ValueError):  # too long for a timer
                 signal.setitimer(signal.ITIMER_REAL, seconds + self._print_seconds + _KILL)

@@ -29,7 +29,7 @@ def import_weights(
     target: epath.Path,
     vocabulary: str | None,
     report: Report,
-    content: Literal["params", "with_moments"] = "params",
+    with_moments: bool = False,
     text: str = "",
     limit: int = 0,
     words: str = "",
@@ -41,12 +41,12 @@ def import_weights(
       target: the folder of the base, which must not exist.
       vocabulary: a vocab.txt or tokenizer folder, which replaces the source's vocabulary.
       report: prints a line for the result, and for each difference from the source.
-      content: `with_moments` also imports a run's moments of `bert_adam`.
+      with_moments: whether to import a run's moments of `bert_adam`, too.
       text: a source of text; tokens that it does not use are removed.
       limit: maximum number of tokens that `text` keeps, the most frequent ones; 0: all used ones.
       words: a file of words, one on each line, that become tokens.
     """
-    base = _read(source, report, content)
+    base = _read(source, report, with_moments)
     if vocabulary is not None:
         tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
         base, known = replace_tokenizer(base, tokenizer)
@@ -75,20 +75,20 @@ def import_weights(
     )
 
 
-def _read(source: epath.Path, report: Report, content: Literal["params", "with_moments"]) -> Base:
+def _read(source: epath.Path, report: Report, with_moments: bool) -> Base:
     run = mirror.open_workdir(source)
     if run.experiment.exists() or (run.root / SWEEP).exists():
-        return _read_run(run, content)  # raises InputError for a sweep, and names one of its runs
+        return _read_run(run, with_moments)  # raises InputError for a sweep, naming one of its runs
     if run.remote is not None:
         raise InputError(f"{source}: no run; copy checkpoints of other libraries to this machine")
     prefix = tf1.find(source)
-    if content == "with_moments":
+    if with_moments:
         raise InputError(f"{source}: only runs have moments; remove --with-optimizer")
     return huggingface.read_folder(source, report) if prefix is None else tf1.read(prefix, report)
 
 
-def _read_run(run: Workdir, content: Literal["params", "with_moments"]) -> Base:
-    trained = LoadedModel.of(run, content)  # a Base
+def _read_run(run: Workdir, with_moments: bool) -> Base:
+    trained = LoadedModel.of(run, with_moments)  # a Base
     fresh, experiment = trained.fresh, trained.experiment
     # Neither a phase nor an earlier model trained this head.
     if "next_sentence" in trained.idle and experiment and not experiment.init_from:

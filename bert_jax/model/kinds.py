@@ -1,4 +1,4 @@
-"""The encoder of a model: the transformer, or the custom code of an experiment (`model.code`)."""
+"""The kinds of encoders: the transformer, or the custom code of an experiment (`model.code`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple

@@ -27,8 +27,8 @@ from bert_jax.errors import InputError
 from bert_jax.model import flops, losses
 from bert_jax.pretraining.loaded_model import Predictor, load_params
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
-from bert_jax.running import lines as lines_lib
 from bert_jax.running.job import Evaluator, due_every
+from bert_jax.running.lines import mean_metrics
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from bert_jax.training import objective as objective_lib
 _SAMPLES = 6
 _SAMPLE_LENGTHS = range(8, 25)
 _TOP_TOKENS = 5  # number of most likely tokens that are logged for each [MASK]
-_MAX_SCORE_DROP = 0.01  # a probe whose score falls by more than this gives a warning
+_MAX_SIMILARITY_DROP = 0.01  # since step 0; a probe of similarity that drops more gives a warning
 _MAX_LOSS = 700.0  # the perplexity of a higher loss, exp(loss), would overflow
 
 
@@ -59,7 +59,7 @@ def held_out_evaluators(
     }
 
     def predict_samples(params: Any, done: int) -> dict[str, Any]:
-        model = experiment.model_after(done)  # the settings in the last finished step
+        model = experiment.latest_model(done)
         return predictors[model].predict(params, mesh) if model in predictors else {}
 
     held_out = HeldOutRows.of(corpus, experiment, mesh)
@@ -79,7 +79,7 @@ class HeldOutRows:
     experiment: Experiment
     mesh: jax.sharding.Mesh
     batches: list[batches_lib.Batch]  # see data.batches.eval_batches
-    count: int  # of rows that are not padding
+    count: int  # number of rows, without padding rows
     # The unigram baseline in nats per predicted token; its counts have add-one smoothing.
     unigram_loss: float
     majority: float | None  # the majority baseline of pairs; None without pairs
@@ -94,12 +94,13 @@ class HeldOutRows:
         train, validation = (corpus_lib.open_stream(corpus.folder, split) for split in SPLITS)
         batches, count = batches_lib.eval_batches(validation, corpus.special_ids, data, batch_size)
         token_counts = train.unigrams + 1
-        if data.objective == "causal":  # also predicts [SEP]: adds the ends of documents and rows
+        if data.objective == "causal":  # also predicts [SEP], which ends documents and rows
+            # As many rows as the training split would give at the held-out length.
             train_rows = len(train.ids) // (data.eval_sequence_length - sentences.NUM_SPECIALS)
             token_counts[corpus.special_ids.sep] += len(train.document_offsets) - 1 + train_rows
         nats = -np.log(token_counts / token_counts.sum())
         weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
-        labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])
+        labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])  # or next tokens
         majority = None
         if "next_sentence_labels" in batches[0]:
             labels_of_rows = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
@@ -117,14 +118,14 @@ class HeldOutRows:
         `<task>_majority`, the majority baseline, and `<task>_error`, the accuracy's standard error.
         """
         experiment, mesh = self.experiment, self.mesh
-        model = experiment.model_for_scoring(done)  # attends in the direction of data.objective
+        model = experiment.model_for_scoring(done)  # attends as data.objective needs
         objective = objective_lib.pretraining_objective(model, experiment.data)
         sums = {name: np.zeros(2, np.float32) for name in objective.metrics}  # sum and weight
         sums = feed.put(sums, mesh_lib.replicated(mesh))
         eval_step = step.make_eval_step(objective, experiment.parallelism, mesh)
         for batch in feed.place_all(self.batches, mesh_lib.batch_sharding(mesh)):
             sums = eval_step(params, sums, batch)
-        scores = lines_lib.means(jax.device_get(sums))
+        scores = mean_metrics(jax.device_get(sums))
         line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
         if losses.find_task(scores, losses.TOKENS):  # a head predicts tokens
             line["unigram_loss"] = self.unigram_loss
@@ -157,7 +158,7 @@ def describe_evaluation(metrics: dict[str, Any]) -> str:
     parts += [
         f"{name.replace('_', ' ')} {value:.3f}"
         for name, value in metrics.items()
-        if name not in described and not losses.is_known(name)
+        if name not in described and not losses.is_known(name)  # of a custom objective
     ]
     return f"{'; '.join(parts)} ({metrics['rows']} rows)"
 
@@ -189,7 +190,7 @@ class MaskedSentence(NamedTuple):
 
 
 class SamplePredictor:
-    """Predicts the [MASK]s of sample sentences: `texts`, or held-out ones if it is empty."""
+    """Predicts the [MASK]s of `texts`, or of held-out sentences if `texts` is empty."""
 
     def __init__(
         self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
@@ -211,7 +212,7 @@ class SamplePredictor:
         Returns:
           {"sentences": [...]}, with these keys for each sentence: `text`; `masks`, the most likely
           tokens for each [MASK]; and, if the original token is known, `truth`, which is the token,
-          and `truth_probability`. Returns {} on other processes than 0 and without sentences.
+          and `truth_probability`. Returns {} without sentences, and on all processes but 0.
         """
         if "masked_lm" not in params:  # a custom objective may have no such head
             return {}
@@ -239,7 +240,7 @@ def gather_on_primary(params: Any, mesh: jax.sharding.Mesh) -> Any:
 
     def gather(leaf: jax.Array) -> jax.Array | None:
         if not leaf.is_fully_replicated:
-            # Waits: JAX allocates results at dispatch, so all whole arrays would exist at once.
+            # Waits for each copy: JAX allocates at dispatch, so all copies would exist at once.
             leaf = jax.block_until_ready(jax.jit(jnp.copy, out_shardings=whole)(leaf))
         return None if jax.process_index() else leaf.addressable_data(0)
 
@@ -248,7 +249,7 @@ def gather_on_primary(params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def mask_sentences(validation: Stream, tokenizer: Tokenizer, limit: int) -> list[MaskedSentence]:
-    """Returns up to six sentences from all parts of the split, each with one masked word.
+    """Returns up to six sentences of documents spread over the split, each with a masked word.
 
     A sentence has at most `limit` tokens, without [CLS] and [SEP].
     """
@@ -271,12 +272,12 @@ def mask_sentences(validation: Stream, tokenizer: Tokenizer, limit: int) -> list
 
 def _mask_word(ids: list[int], tokenizer: Tokenizer) -> MaskedSentence | None:
     """Masks the longest word that is one token; returns None if the sentence is unsuitable."""
-    is_continuation = [*(tokenizer.continues[i] for i in ids), False]  # of the token before
+    is_continuation = [*(tokenizer.continues[i] for i in ids), False]  # of the word before
     words = [i for i in range(len(ids)) if not (is_continuation[i] or is_continuation[i + 1])]
     position = max(words, key=lambda i: len(tokenizer.token(ids[i])), default=None)
     if position is None or tokenizer.unk_id in ids:
         return None
-    if not tokenizer.token(ids[position]).strip("\u2581\u0120").isalpha():
+    if not tokenizer.token(ids[position]).strip("\u2581\u0120").isalpha():  # markers of spaces
         return None
     masked = [*ids[:position], tokenizer.mask_id, *ids[position + 1 :]]
     return MaskedSentence(masked, tokenizer.decode(masked), ids[position])
@@ -291,31 +292,31 @@ def probe_evaluator(
     tokenizer: Tokenizer,
     mesh: jax.sharding.Mesh,
     get_vector_settings: Callable[[], TextVectors | None],
-    metrics: epath.Path,
+    metrics_path: epath.Path,
 ) -> Evaluator:
     """Returns the evaluator of `probes`, a `tasks.probes.Probes`: tasks that measure the encoder.
 
     `get_vector_settings` returns the settings with which the run's base makes text vectors, known
-    only after the run has loaded its state. `metrics` is the run's metrics.jsonl.
+    only after the run has loaded its state. `metrics_path` is the run's metrics.jsonl.
     """
     setup = tokenizer, experiment.parallelism, mesh, experiment.run.eval_batch_size
 
-    @functools.lru_cache(maxsize=1)  # prepares the probes again if an argument changes
+    @functools.lru_cache(maxsize=1)  # prepares the probes again only if an argument changes
     def prepare_probes(model: Model, vector_settings: TextVectors | None) -> int:
         return probes.prepare(model, *setup, vector_settings)  # FLOPs of one evaluation
 
     def evaluate_probes(params: Any, done: int) -> dict[str, Any]:
-        prepare_probes(experiment.model_after(done), get_vector_settings())
+        prepare_probes(experiment.latest_model(done), get_vector_settings())
         return probes.evaluate(params)
 
     def describe(line: dict[str, Any]) -> str:
         scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
         warning, base = "", experiment.init_from
         if base and "similar" in line and line["step"]:  # has probes of similarity
-            warning = similarity_warning(line, JsonLines(metrics).read(), base)
+            warning = similarity_warning(line, JsonLines(metrics_path).read(), base)
         return f"probes: {', '.join(scores)}{warning}"
 
-    # Prepares the probes now, before the settings are known: the schedule needs their cost.
+    # The schedule needs the cost of the probes before the vector settings are known.
     flops_per_evaluation = prepare_probes(experiment.model_of(0), get_vector_settings())
     is_due = _probe_schedule(experiment, flops_per_evaluation)
     return Evaluator("probes", is_due, evaluate_probes, describe, time_category="probes")
@@ -324,14 +325,14 @@ def probe_evaluator(
 def similarity_warning(line: dict[str, Any], lines: list[dict[str, Any]], base: str) -> str:
     """Returns a suffix for a message if probes of similarity score lower than at step 0.
 
-    In metrics.jsonl `lines` are those before `line`. Probes without a score at step 0 are skipped.
+    `lines` precede `line` in metrics.jsonl. Probes without a score at step 0 are skipped.
     """
     first = next((x["scores"] for x in lines if x["kind"] == "probes" and x["step"] == 0), {})
     warnings = (
-        f"; {name} was {first[name]:.4f} in {base}: training makes its text vectors worse; "
-        "docs/howto/train-text-vectors.md tells how to restore them"
+        f"; {name} was {first[name]:.4f} in {base}: training makes the text vectors worse; "
+        "docs/howto/train-text-vectors.md tells how to improve them again"
         for name in line["similar"]
-        if name in first and line["scores"][name] < first[name] - _MAX_SCORE_DROP
+        if name in first and line["scores"][name] < first[name] - _MAX_SIMILARITY_DROP
     )
     return "".join(warnings)
 

@@ -38,13 +38,12 @@ from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
 
 Arrays = Mapping[str, np.ndarray | jax.Array]  # a batch, on the host or on a device
-Content = Literal["params", "with_moments"]
 Texts = str | Iterable[str]
 Floats = npt.NDArray[np.float32]
 # For each head, the remedy if it is not trained.
 _REMEDIES = {
     "masked_lm": "import weights with this head; `bert-jax embed` and `finetune` do without it",
-    "next_sentence": "remove the second text, or use a model of data.objective=mlm_nsp or mlm_sop",
+    "next_sentence": "remove the second text, or train with data.objective=mlm_nsp or mlm_sop",
 }
 _LENGTH_STEP = 32  # texts are padded to a multiple of this, to share compiled programs
 
@@ -60,7 +59,7 @@ class Prediction:
 @functools.lru_cache
 def logits_fn(model: Model) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Array]]:
     """Compiles (parameters, batch) -> logits of both heads; see `heads.pretraining_logits`."""
-    # `noise` is the PRNG key of dropout, `Loop` says how layers run: scanned, rematerialized.
+    # `noise` holds dropout keys; the default `Loop` scans the layers without rematerialization.
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 
 
@@ -78,7 +77,7 @@ def pad_row(
 
 
 class Predictor:
-    """Predicts masked tokens and next texts; each call takes the parameters, which may change."""
+    """Predicts masked tokens, and whether a text follows another; each call takes parameters."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self._model, self._tokenizer = model, tokenizer
@@ -112,17 +111,17 @@ class Predictor:
             )
         tok = self._tokenizer
         ids, second_start = add_special_tokens(tok, a, b)
-        # The length of the whole row if the tokenizer gives both texts the same segment.
+        # All ids, unless the tokenizer gives the second text a segment of its own.
         first_length = first_segment_length(tok, ids, second_start)
         row, input_mask = pad_row(ids, tok.pad_id, self._model)
         positions = np.flatnonzero(ids == tok.mask_id)
         # At least one, and a multiple of 8 so that texts share compiled programs.
-        width = -(-max(len(positions), 1) // 8) * 8
+        padded_count = -(-max(len(positions), 1) // 8) * 8
         batch = {
             "input_ids": row,
             "segment_ids": input_mask & (np.arange(input_mask.shape[1]) >= first_length),
             "input_mask": input_mask,
-            "masked_lm_positions": np.pad(positions, (0, width - len(positions)))[None],
+            "masked_lm_positions": np.pad(positions, (0, padded_count - len(positions)))[None],
         }
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
         masked_lm, next_sentence = self._logits(params, batch)
@@ -142,10 +141,10 @@ class Predictor:
 class LoadedModel(Base):
     """A run's model or a base, with its weights on one device, and methods for texts.
 
-    `Base` is a pre-trained model. A run's `source` is "", and its `vectors` are those of its base.
+    `vectors` are settings, for a run those of the base that it started from; its `source` is "".
     """
 
-    name: str = ""  # of the run, the base or the folder
+    name: str = ""  # of the run; for a base, the name of its folder
     step: int = 0  # of the checkpoint; 0 for a base
     experiment: Experiment | None = None  # of the run; None for a base
     manifest: dict[str, Any] | None = None  # of the run's corpus; None for a base
@@ -154,14 +153,14 @@ class LoadedModel(Base):
 
     @classmethod
     def of(
-        cls, workdir: Workdir, content: Content = "params", checkpoint: str = "newest"
+        cls, workdir: Workdir, with_moments: bool = False, checkpoint: str = "newest"
     ) -> "LoadedModel":
         """Reads a base, or a checkpoint of a run.
 
         Args:
-          workdir: of a run, or of a base's folder. `workdir.root` is the folder on this machine,
-            `workdir.address` the one that the user named, perhaps in a bucket.
-          content: the parts of a checkpoint to read.
+          workdir: of a run, or made of a base's folder. `workdir.root` is the folder on this
+            machine, `workdir.address` the one that the user named, perhaps in a bucket.
+          with_moments: whether to read a run's moments, too.
           checkpoint: for a run `newest`, `best`, or a step.
         """
         if base_lib.is_base(workdir.root):
@@ -170,18 +169,18 @@ class LoadedModel(Base):
         experiment = load_experiment(workdir)
         workdir = workdir.with_corpus(experiment.run.corpus_dir)
         prepared = PreparedCorpus.open(workdir.corpus)
-        names, moments = ("params",), None
-        if content == "with_moments":  # asked for by `bert-jax import RUN --with-optimizer`
-            names = "params", "optimizer"
+        parts, moments = ("params",), None
+        if with_moments:  # asked for by `bert-jax import RUN --with-optimizer`
+            parts = "params", "optimizer"
             if experiment.optimizer.name != "bert_adam":
                 raise InputError(
                     f"{workdir.address}: optimizer.name={experiment.optimizer.name}; only "
                     "bert_adam's moments can be imported; remove --with-optimizer"
                 )
         mesh = mesh_lib.one_device()
-        restored = _read_checkpoint(experiment, workdir, prepared, mesh, names, checkpoint)
+        restored = _read_checkpoint(experiment, workdir, prepared, mesh, parts, checkpoint)
         state, done = restored.state, restored.step
-        if content == "with_moments":
+        if with_moments:
             adam = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, adam.mu, adam.nu)
         params, fresh = heads.add_missing_heads(experiment.model, state["params"])
@@ -189,7 +188,7 @@ class LoadedModel(Base):
         objectives = (objective.make_objective(experiment, i) for i in range(phase_index + 1))
         idle = set.intersection(*(set(getattr(each, "idle", ())) for each in objectives))
         return cls(
-            experiment.model_after(done),  # a phase may have its own direction and rotary base
+            experiment.latest_model(done),  # phases may differ in direction and global_rotary_base
             params,
             prepared.tokenizer,
             fresh=fresh,
@@ -260,7 +259,7 @@ class LoadedModel(Base):
 
         Args:
           texts: one or several.
-          layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
+          layers: 0 is the embeddings, 1 the first layer, -1 the last layer, -2 the one before it.
 
         Returns:
           For each text float32 [layers, S, D].
@@ -283,14 +282,14 @@ class LoadedModel(Base):
         """Returns the vector of each text, float32 [texts, W].
 
         A model of sparse vectors returns a `csr_array` [texts, V] instead; a multi-vector model
-        returns `TokenVectors`, see `embeddings.forms`. The annotation is for all others.
+        returns `TokenVectors`, see `embeddings.forms`. All other models return an array.
         Texts are truncated to the maximum length of the run or the base.
 
         Args:
           texts: one or several.
           pooling: the mean of the hidden states of all tokens, or the state of [CLS] or of the last
             token; None: the run's or base's own, else the mean.
-          layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
+          layers: 0 is the embeddings, 1 the first layer, -1 the last layer, -2 the one before it.
             The vectors of several layers are concatenated.
           normalize: whether vectors are scaled to length 1; None: as the run or base has it.
           role: selects the prompt, for a model with a prompt for each role.
@@ -298,7 +297,7 @@ class LoadedModel(Base):
         require_choice("pooling", pooling, (None, "mean", "cls", "last"))
         require_choice("role", role, typing.get_args(TextRole))
         options = VectorOptions(pooling=pooling, layers=tuple(layers), normalize=normalize)
-        embedder = Embedder(self, options, mesh_lib.make_mesh(Parallelism()))
+        embedder = Embedder(self, options, mesh_lib.make_mesh(Parallelism()))  # on all devices
         parts = [part.vectors for part in embedder.embed(list_texts(texts), role)]
         if not parts:
             return np.empty((0, embedder.width), np.float32)
@@ -327,7 +326,7 @@ class LoadedModel(Base):
 
         Returns:
           float32 [B, P, V] for masked tokens, where V is rounded up to a multiple of 1,024, and
-          [B, 2]: that the second text of a row follows the first, and that it does not.
+          [B, 2] for the second text of a row: that it follows the first, and that it does not.
         """
         return logits_fn(self.model)(params, batch)
 
@@ -366,7 +365,7 @@ def list_texts(texts: Texts, name: str = "texts") -> list[str]:
 
 
 def list_inputs(inputs: Iterable[str | Sequence[str]]) -> list[str | Sequence[str]]:
-    """Returns a task's inputs, texts or sequences of texts, as a list; a lone text is one input."""
+    """Returns inputs, each a text or a sequence of texts, as a list; a single text is one input."""
     if isinstance(inputs, str) or not isinstance(inputs, Iterable):
         return [*list_texts(inputs)]
     return list(inputs)
@@ -406,12 +405,12 @@ def _read_checkpoint(
     workdir: Workdir,
     prepared: PreparedCorpus,
     mesh: jax.sharding.Mesh,
-    names: tuple[str, ...],
+    parts: tuple[str, ...],
     checkpoint: str,
 ) -> Restored:
-    """Returns the parts `names` of a checkpoint (`newest`, `best`, a step), on the whole mesh."""
+    """Returns parts of a checkpoint (`newest`, `best` or a step), replicated over the mesh."""
     checkpoints = Checkpoints(workdir.checkpoints)
-    # All settings except placement, of the newest: others may be from before `extend`.
+    # Only the newest checkpoint surely has the present settings: `extend` may have changed them.
     saved_experiment = checkpoints.experiment(checkpoints.find_step("newest"))
     if changed := config.differences(saved_experiment, experiment, role="identity"):
         raise InputError(
@@ -420,7 +419,7 @@ def _read_checkpoint(
     # The objectives of all phases have the same parameters.
     pretraining = objective.pretraining_objective(experiment.model, experiment.data)
     abstract = step.abstract_state(pretraining, experiment.optimizer, Parallelism(), mesh)
-    restored = checkpoints.restore_by_name(checkpoint, {name: abstract[name] for name in names})
+    restored = checkpoints.restore_chosen(checkpoint, {name: abstract[name] for name in parts})
     prepared.require_same(restored.metadata)
     return restored
 

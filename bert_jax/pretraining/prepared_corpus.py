@@ -30,7 +30,7 @@ class PreparedCorpus:
     @classmethod
     def open(cls, location: epath.Path) -> "PreparedCorpus":
         """Opens a complete corpus folder; if it is in a bucket, opens this host's copy."""
-        folder = corpus.local_corpus(location)
+        folder = corpus.ensure_local(location)
         manifest = corpus.open_manifest(folder)
         tokenizer = corpus.open_tokenizer(folder, manifest)
         return cls(location, folder, manifest, tokenizer, batches.Ids.of(tokenizer))
@@ -72,7 +72,7 @@ class PreparedCorpus:
         return stamps
 
     def describe_shares(self, experiment: Experiment) -> list[str]:
-        """Returns a line for each source of a mixture, with its shares; [] without a mixture."""
+        """Returns a line for each source of a mixture: its share of each phase's rows; else []."""
         if not experiment.corpus.is_mixed:
             return []
         train = corpus.open_stream(self.folder, "train")
@@ -81,9 +81,9 @@ class PreparedCorpus:
     def train_batches(
         self, experiment: Experiment, phase_index: int, uploads_counts: bool = False
     ) -> batches.TrainBatches | mixture.MixedBatches:
-        """Returns the batches of a phase; plans an epoch (its rows, in random order) when needed.
+        """Returns the batches of a phase, which plan each epoch (rows in random order) when needed.
 
-        One process passes `uploads_counts=True`, to save row counts of epochs in the bucket, too.
+        One process passes `uploads_counts=True`: it saves epochs' row counts in the bucket, too.
         """
         phase, data = experiment.phases[phase_index], experiment.data_of(phase_index)
         stream = corpus.open_stream(self.folder, "train")
@@ -96,7 +96,7 @@ class PreparedCorpus:
         def make_batches(part: Stream, *seed_suffix: object) -> batches.TrainBatches:
             plans = Plans(
                 part,
-                PlanSpec((*seed_parts, *seed_suffix), length, data.short_seq_prob, data.units),
+                PlanSpec((*seed_parts, *seed_suffix), length, data.short_seq_prob, data.row_kind),
                 self.sha256,
                 self.folder / corpus.COUNTS_FILE,
                 self.location / corpus.COUNTS_FILE if uploads_counts else None,

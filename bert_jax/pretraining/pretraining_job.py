@@ -32,11 +32,11 @@ from bert_jax.training.objective import Objective
 class PretrainingJob(Job):
     """The pre-training of an experiment on its corpus.
 
-    `probes`, a `tasks.probes.Probes` or None, are evaluated during the run. For `restart_hint`,
+    `probes`, a `tasks.probes.Probes` or None, are evaluated during the run. For `finished_hint`,
     `may_extend` and `fork_point` see `Job`.
     """
 
-    restart_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
+    finished_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
     experiment: Experiment
 
     def __init__(
@@ -54,14 +54,14 @@ class PretrainingJob(Job):
         self._vector_settings: TextVectors | None = None
 
     def fit_to_slices(
-        self, active: int, configured: int, processes_per_slice: int
+        self, active: int, slice_count: int, processes_per_slice: int
     ) -> Experiment | None:
         devices = processes_per_slice * system.local_device_count()
-        # make_mesh rejects a tensor axis that is longer than a slice.
+        # At least 1: make_mesh rejects a tensor axis that is longer than a slice.
         shards_per_slice = max(devices // self.experiment.parallelism.tensor, 1)
-        return slices.adapt_experiment(self.experiment, active, configured, shards_per_slice)
+        return slices.adapt_experiment(self.experiment, active, slice_count, shards_per_slice)
 
-    def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
+    def check_inputs(self, mesh: jax.sharding.Mesh) -> None:
         require_runnable(self.experiment, mesh)  # the corpus may not exist yet
 
     def require_initial_weights(self) -> None:
@@ -108,18 +108,18 @@ class PretrainingJob(Job):
         def make() -> None:
             corpus.prepare(experiment.corpus, experiment.model.vocab_size, location, self.report)
             if self.fork_point is not None:
-                self.fork_point.copy_lines(self.workdir)
+                self.fork_point.copy_metrics(self.workdir)  # compares the vocabularies, too
             # The first `open_stream` of a split builds files, which one process must do alone.
             for split in SPLITS if peers.count > 1 else ():
-                corpus.open_stream(corpus.local_corpus(location), split)
+                corpus.open_stream(corpus.ensure_local(location), split)
 
         peers.run_on_primary("prepare corpus", make)
-        corpus.local_corpus(location, self.report)  # downloads a corpus from a bucket to this host
+        corpus.ensure_local(location, self.report)  # downloads a corpus from a bucket to this host
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         experiment = self.experiment
         self._peers, self._corpus = peers, PreparedCorpus.open(self.workdir.corpus)
-        corpus.require_rows(self._corpus.folder, experiment)
+        corpus.require_enough_text(self._corpus.folder, experiment)
         hashes = {"corpus.manifest": self._corpus.sha256[:16]}
         if self.probes is not None:
             hashes["run.probes"] = self.probes.sha256[:16]
@@ -135,7 +135,7 @@ class PretrainingJob(Job):
             run_evaluators = *run_evaluators, probe_evaluator
             self.report(f"probes: {self.probes.description}")
         self.training = Training(
-            objective=objective,
+            objective=objective,  # of data.objective, which phases may replace: `_phase_batches`
             optimizer=experiment.optimizer,
             total_steps=experiment.total_steps,
             metric_names=objective_lib.metric_names(experiment),
@@ -156,9 +156,9 @@ class PretrainingJob(Job):
         base_lib.require_same_tokenizer(base, self._corpus.tokenizer, path)
         remedy = f"give all processes the same {path}"
         self._peers.require_same("init_from", {"weights": base.sha256[:16]}, remedy)
-        untrained = f"; of these untrained: {', '.join(base.fresh)}" if base.fresh else ""
+        untrained = f"; untrained: {', '.join(base.fresh)}" if base.fresh else ""
         moments = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.report(f"init_from: {path}, all weights{moments} {base.sha256[:12]}{untrained}")
+        self.report(f"init_from: {path}, all weights{moments}, hash {base.sha256[:12]}{untrained}")
         if base.vectors is not None:
             self._vector_settings = base.vectors
             self.report(
@@ -181,7 +181,7 @@ class PretrainingJob(Job):
         return {"vectors": dataclasses.asdict(settings)} if settings else {}
 
     def _phase_batches(self, done: int) -> PhaseBatches:
-        """Returns the batches of the phase to which the step after `done` steps belongs."""
+        """Returns the batches of the phase of the next step, after `done` steps."""
         experiment = self.experiment
         phase_index, first_step = experiment.phase_at(done)
         phase = experiment.phases[phase_index]
@@ -207,8 +207,8 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
     # Raises InputError if the state cannot be sharded over the mesh.
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
-    replicas = experiment.optimizer.reference_replicas  # row groups; each clips its gradient
-    shards = mesh_lib.batch_shards(mesh)  # devices, or groups of them that hold one tensor
+    replicas = experiment.optimizer.reference_replicas  # groups of rows that clip a gradient each
+    shards = mesh_lib.batch_shards(mesh)  # devices, or tensor-parallel groups of them
     if experiment.optimizer.clip == "per_replica" and replicas % shards:
         raise InputError(
             f"optimizer.reference_replicas={replicas}: not a multiple of the {shards} devices; "

@@ -21,7 +21,7 @@ def show(experiment: Experiment, prepared: PreparedCorpus, step: int, rows: int)
     phase_index, first_step = experiment.phase_at(step)
     phase, data = experiment.phases[phase_index], experiment.data_of(phase_index)
     train, phase_step = prepared.train_batches(experiment, phase_index), step - first_step
-    batch = train.batch(phase_step, np.arange(phase.batch_size))
+    batch = train.batch(phase_step, indices=np.arange(phase.batch_size))
     origins, notes = _origins(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
     yield Text(
         f"step {step}: phase {phase_index}, its step {phase_step} of {phase.steps}, "
@@ -32,7 +32,7 @@ def show(experiment: Experiment, prepared: PreparedCorpus, step: int, rows: int)
         title = f"row {batch['rows'][i]} ({origins[i]})"
         if "next_sentence_labels" in batch:
             label = batch["next_sentence_labels"][i]
-            title += f": B {LABELS[data.units][label]}"
+            title += f": B {LABELS[data.row_kind][label]}"
         yield Text(f"\n{title}")
         tokens = row_tokens(batch, i, prepared.tokenizer, data)
         truth = {p: token.truth for p, token in enumerate(tokens) if token.truth is not None}
@@ -47,11 +47,11 @@ def _origins(
     `rows` are the row numbers in the phase, int64 [B].
     """
     if isinstance(train, MixedBatches):
-        source, numbers = train.order.locate(rows)
-        counts = np.bincount(source, minlength=len(sources)).tolist()
+        indices, numbers = train.order.locate(rows)
+        counts = np.bincount(indices, minlength=len(sources)).tolist()
         notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
-        return [f"{sources[s]}, its row {n}" for s, n in zip(source, numbers, strict=True)], notes
-    # An epoch has `rows_per_epoch` rows: it drops or repeats some if its plan has more or fewer.
+        return [f"{sources[i]}, its row {n}" for i, n in zip(indices, numbers, strict=True)], notes
+    # All epochs have `rows_per_epoch` rows: they drop planned rows, or repeat some if too few.
     count, notes = train.rows_per_epoch, []
     epochs, slots = np.divmod(rows, count)
     for epoch in np.unique(epochs):
@@ -63,7 +63,7 @@ def _origins(
     return [f"epoch {e}, slot {s}" for e, s in zip(epochs, slots, strict=True)], notes
 
 
-# The relation of B, the second text of a pair, to the first one A; by `data.units` and the label.
+# The relation of B, the second text of a pair, to the first one A; by `data.row_kind` and label.
 LABELS = {"pairs": ("follows", "is random"), "swapped_pairs": ("follows", "comes before A")}
 
 

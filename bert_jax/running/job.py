@@ -47,7 +47,7 @@ class Evaluator:
     evaluate: Callable[[Any, int], dict[str, Any]]
     describe: Callable[[dict[str, Any]], str]  # text for people about a line; "": none
     file: Literal["metrics", "predictions"] = "metrics"  # the file that its lines go to
-    # The name under which `Clock.waiting` counts its time. (Probes: see docs/glossary.md.)
+    # timings.jsonl has its time as `<category>_seconds`. (Probes: see docs/glossary.md.)
     time_category: Literal["evaluation", "probes"] = "evaluation"
 
 
@@ -91,13 +91,13 @@ class Training:
 class Job:
     """An experiment in its workdir, and how to train it.
 
-    `session.run` calls `fit_to_slices` and `read_inputs`. Then it calls `require_initial_weights`
+    `session.run` calls `fit_to_slices` and `check_inputs`. Then it calls `require_initial_weights`
     if the workdir has no checkpoint, else `differences`; then `prepare` and `open`. After that the
     loop works with `training`, and calls the methods below `open`. `PretrainingJob` and
     `FinetuningJob` implement the methods that raise NotImplementedError.
     """
 
-    restart_hint = "choose another --workdir"  # how to start again after a finished run
+    finished_hint = "choose another --workdir"  # how to train again after a finished run
     # Whether the last phase may have more steps than the saved run (the command `extend`).
     may_extend: bool = False
     # The checkpoint of another run that this run starts from; None: it is no fork.
@@ -108,17 +108,17 @@ class Job:
         self.experiment = experiment  # an `Experiment` or `Finetuning`; checkpoints save it
         self.workdir, self.report = workdir, report  # `report` shows a line
 
-    def fit_to_slices(self, active: int, configured: int, processes_per_slice: int) -> Any | None:
-        """Returns the experiment changed to run on `active` of its `configured` number of slices.
+    def fit_to_slices(self, active: int, slice_count: int, processes_per_slice: int) -> Any | None:
+        """Returns the experiment changed to run on `active` of its `slice_count` slices.
 
         Returns None if it cannot run on these; fine-tuning needs all. Called before JAX starts.
         """
-        return self.experiment if active == configured else None
+        return self.experiment if active == slice_count else None
 
-    def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
-        """Reads inputs that must exist before the run, such as a base for fine-tuning.
+    def check_inputs(self, mesh: jax.sharding.Mesh) -> None:
+        """Raises InputError if the batches or the state cannot be sharded over the mesh.
 
-        Raises InputError if the batches or the state cannot be sharded over the mesh.
+        In fine-tuning, first reads the inputs that must exist before the run: base and examples.
         """
         raise NotImplementedError
 

@@ -27,7 +27,7 @@ _DEVIATIONS, _SHARE = 8.0, 0.1
 _MAD_TO_DEVIATION = 1.4826
 
 
-def means(sums: Sums) -> dict[str, float]:
+def mean_metrics(sums: Sums) -> dict[str, float]:
     """Divides each sum by its count; omits sums with a count of 0."""
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
 

@@ -57,7 +57,7 @@ class TrainingLog:
         context, job = self._context, self._context.job
         sums, counters = jax.device_get((pending.window, pending.counters))
         worst_loss, worst_step = sums.pop(step.WORST_STEP)  # the step with the highest loss
-        means = lines_lib.means(sums)
+        means = lines_lib.mean_metrics(sums)
         # After device_get: steps are dispatched asynchronously, which takes no time.
         timings = context.clock.end_window(pending.counts, means.get("filled"))
         device_step, in_a_row = int(counters["step"]), int(counters["bad_in_a_row"])

@@ -70,7 +70,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         stack.callback(retry.control.reset, retry.control.report)
         retry.control.reset(report=progress.report if peers.is_primary else peers.report)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
-        job.read_inputs(mesh)
+        job.check_inputs(mesh)
         _require_same_start(job, peers)
         # Process 0 runs the coordinator of JAX, without which the other processes end.
         is_coordinator = peers.is_primary and peers.count > 1
@@ -187,7 +187,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
             parts.append(f"{pluralize(count, 'step')} skipped ({steps})")
         job.report("; ".join(parts))
         path = job.workdir.address
-        job.report(f"{path} holds the finished run; to start again {job.restart_hint}")
+        job.report(f"{path} holds the finished run; to start again {job.finished_hint}")
 
 
 def _report_attention(job: Job, mesh: jax.sharding.Mesh) -> None:

@@ -83,7 +83,7 @@ class TaskModel:
             objective = dataclasses.replace(objective, beams=beams)
         self.pooling = objective.adapt.pooling  # of the head's input
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-        restored = checkpoints.restore_by_name(checkpoint, {"params": abstract["params"]})
+        restored = checkpoints.restore_chosen(checkpoint, {"params": abstract["params"]})
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params = restored.step, restored.state["params"]
         self.kind = kind.with_threshold(restored.metadata["notes"] | {"step": self.step})

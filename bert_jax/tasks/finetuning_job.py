@@ -72,7 +72,7 @@ class FinetuningJob(Job):
     experiment: Finetuning
     objective: TaskObjective
 
-    def read_inputs(self, mesh: jax.sharding.Mesh) -> None:
+    def check_inputs(self, mesh: jax.sharding.Mesh) -> None:
         experiment = self.experiment
         experiment.task.spec.implementing_class.require_libraries()
         self._base = read_base(experiment)

@@ -131,7 +131,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
     folder, size = workdir.corpus, experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, size, folder, progress.report, system.cores())
-    corpus.require_rows(workdir.corpus, experiment)
+    corpus.require_enough_text(workdir.corpus, experiment)
     seconds = _step_seconds(experiment, workdir, progress)
     left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")

@@ -181,6 +181,6 @@ def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
     }
     if data.attention == "per_document":
         shapes |= {"example_numbers": (tokens, np.int32), "positions": (tokens, np.int32)}
-    if data.units != "sentences":
+    if data.row_kind != "sentences":
         shapes["next_sentence_labels"] = rows, np.int32
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}

@@ -117,7 +117,7 @@ def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finish
 def test_readers_use_the_one_before_and_touch_nothing(run, capsys):
     cut_off(run / "checkpoints" / "22")
     other_window(run / "checkpoints" / "20")
-    trained = loaded_model.LoadedModel.of(open_workdir(run), "params")
+    trained = loaded_model.LoadedModel.of(open_workdir(run))
     assert trained.step == 16
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("step 16 is used instead" in line for line in said)

@@ -64,7 +64,7 @@ def test_a_decay_is_bit_identical_to_a_run_that_decays_there(runs, tmp_path):
     assert call(f"pretrain --workdir {tmp_path}/w") == (0, "")
     assert call(branch(runs, tmp_path / "w")) == (0, "")  # the same command again
     command = f"decay {runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
-    fails(f"{command} --workdir {tmp_path}/x", "at its peak from step 3 to 16")
+    fails(f"{command} --workdir {tmp_path}/x", "choose a step from 3 to 16, where")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_fork_copies_no_metrics_of_later_steps(copy_of_run):
     """Trackers would send them during the restore, and later skip the fork's own lines."""
     (copy_of_run / "w").mkdir()
     workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
-    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].copy_lines(workdir)
+    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].copy_metrics(workdir)
     own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
     assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 

@@ -41,12 +41,12 @@ EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTION
 
 
 def make(batch_size=8, seed=0, phase=0, data=None, rows=None, length=LENGTH, **options):
-    """Training batches of SMALL; `units` of a row: pairs of segments, or full sentences."""
-    data, key_parts = data or Data(), (seed, "train", phase)
-    source = plans.Plans(SMALL, plans.PlanSpec(key_parts, length, data.short_seq_prob, data.units))
+    """Training batches of SMALL; rows of pairs of segments, or of full sentences."""
+    data = data or Data()
+    spec = (seed, "train", phase), length, data.short_seq_prob, data.row_kind
+    source = plans.Plans(SMALL, plans.PlanSpec(*spec))
     most = length - data.unpredicted if data.unpredicted else PREDICTIONS
-    shape = batches.BatchShape(length, most, batch_size)
-    source._row_count = rows
+    source._row_count, shape = rows, batches.BatchShape(length, most, batch_size)
     return batches.TrainBatches(source, IDS, data, shape, **options)
 
 

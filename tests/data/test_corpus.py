@@ -393,10 +393,10 @@ def test_an_example_is_what_protobuf_writes(monkeypatch):
 )
 def test_splits_that_fill_no_row_are_refused_as_a_run_would(prepared_once, length, changes):
     long = ["data.objective=mlm", "model.max_position_embeddings=2000"]
-    corpus.require_rows(prepared_once.folder, config.override(config.load("tiny"), long))
+    corpus.require_enough_text(prepared_once.folder, config.override(config.load("tiny"), long))
     with pytest.raises(InputError, match=f"do not fill a row of {length}"):
         given = config.override(config.load("tiny"), [*long, *changes])
-        corpus.require_rows(prepared_once.folder, given)
+        corpus.require_enough_text(prepared_once.folder, given)
 
 
 def test_too_few_documents_are_refused_by_name(place):

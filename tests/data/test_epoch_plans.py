@@ -108,7 +108,7 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
 
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
     others = {"key_parts": (1, "train", 0), "sequence_length": 33, "short_seq_prob": 0.2}
-    others |= {"units": "sentences"}
+    others |= {"row_kind": "sentences"}
     specs = [SPEC, *(SPEC._replace(**{name: value}) for name, value in others.items())]
     parts = (on_disk, "a"), (on_disk, "b"), (on_disk.part(0, 9), "a"), (on_disk.part(9, 18), "a")
     found = [plans.Plans(split, spec, name) for split, name in parts for spec in specs]

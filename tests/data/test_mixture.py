@@ -46,7 +46,7 @@ def make(data=None, weights=WEIGHTS):
         part = whole.part(ends[number], ends[number + 1])
         names = (*NAMES, "source", number)
         source = plans.Plans(
-            part, plans.PlanSpec(names, alone.LENGTH, data.short_seq_prob, data.units)
+            part, plans.PlanSpec(names, alone.LENGTH, data.short_seq_prob, data.row_kind)
         )
         sources.append(batches.TrainBatches(source, alone.IDS, data, shape))
     return mixture.MixedBatches(sources, mixture.SourceOrder(weights, NAMES))
@@ -237,7 +237,7 @@ def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
     train.close()
     long = experiment_of(settings, sequence_length=4096, max_predictions_per_seq=1229)
     with pytest.raises(InputError, match=r"corpus\.mixture: text:.*/[ab] has \d+ tokens"):
-        corpus.require_rows(folder, long)
+        corpus.require_enough_text(folder, long)
 
 
 def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
@@ -292,7 +292,7 @@ def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
     for length, refused in ((fits, False), (fits + 1, True)):
         phases = config.override(experiment, [*lengths, f"phases.1.sequence_length={length}"])
         with pytest.raises(InputError, match=small) if refused else contextlib.nullcontext():
-            corpus.require_rows(folder, phases)
+            corpus.require_enough_text(folder, phases)
     single = stream.make_stream([[[5, 6, 7]], [[8, 9]]])
     with pytest.raises(InputError, match=r"mlm_sop: no document of text:b has two sentences"):
         mixture.require_row("text:b", single, 2, "swapped_pairs")
@@ -370,9 +370,9 @@ def test_a_source_is_examined_only_for_phases_that_use_it(mixed):
     long = {"sequence_length": longest, "max_predictions_per_seq": round(0.3 * longest)}
     both = phased(settings, (({}, 0, 0), (long, 0, 0)))
     with pytest.raises(InputError, match=f"has {min(sizes)} tokens"):
-        corpus.require_rows(folder, both)
+        corpus.require_enough_text(folder, both)
     long["mixture"] = tuple(unused)
-    corpus.require_rows(folder, phased(settings, (({}, 0, 0), (long, 0, 0))))
+    corpus.require_enough_text(folder, phased(settings, (({}, 0, 0), (long, 0, 0))))
     rare = phased(settings, (({}, 0, 0), ({"mixture": (1.0, 1e-9)}, 0, 0)))
     with pytest.raises(InputError, match=r"phases\.1: with temperature 0\.7, text:.*/b has less"):
-        corpus.require_rows(folder, rare)
+        corpus.require_enough_text(folder, rare)

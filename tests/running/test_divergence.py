@@ -337,7 +337,7 @@ def test_the_last_line_tells_what_was_skipped_and_not_evaluated(
         training=types.SimpleNamespace(evaluators=[scores]),
         report=shown.append,
         workdir=Workdir("w"),
-        restart_hint="w",
+        finished_hint="w",
     )
     session._show(Result("finished", step), job, lines, left_out)
     parts = shown[0].split("; ")

@@ -29,7 +29,7 @@ def task(tmp_path, monkeypatch):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "experiment.json").write_text(config.to_json(experiment))
         setup = FinetuningJob(experiment, Workdir("run"), lambda line: None)
-        setup.read_inputs(mesh_lib.one_device())
+        setup.check_inputs(mesh_lib.one_device())
         return setup
 
     return make

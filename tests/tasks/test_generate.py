@@ -180,7 +180,7 @@ def here(folder, monkeypatch):
 def test_a_run_begins_with_the_base_in_both_halves_and_keeps_its_worst_texts(here):
     experiment = load_experiment(Workdir("run"), Finetuning)
     setup = finetuning_job.FinetuningJob(experiment, Workdir("run"), lambda line: None)
-    setup.read_inputs(mesh_lib.one_device())
+    setup.check_inputs(mesh_lib.one_device())
     fresh = step.init_state(setup.objective, setup.optimizer, 0)
     begun, _ = setup.initial_state(fresh)
     base = base_lib.read(pathlib.Path("base")).params

@@ -59,7 +59,7 @@ def final_state(workdir):
     experiment = load_experiment(Workdir(workdir), Finetuning)
     setup = FinetuningJob(experiment, Workdir(workdir), lambda line: None)
     mesh = mesh_lib.make_mesh(experiment.parallelism)
-    setup.read_inputs(mesh)
+    setup.check_inputs(mesh)
     abstract = step.abstract_state(setup.objective, setup.optimizer, experiment.parallelism, mesh)
     saved = Checkpoints(epath.Path(workdir, "checkpoints"))
     number = max(saved.steps)

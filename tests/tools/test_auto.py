@@ -94,7 +94,7 @@ def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
     timed(monkeypatch, rate=0.25)
     made, said = {"splits": {"train": {"tokens": 5_000}}}, []
     monkeypatch.setattr(auto.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
-    monkeypatch.setattr(auto.corpus, "require_rows", lambda *_: None)
+    monkeypatch.setattr(auto.corpus, "require_enough_text", lambda *_: None)
     progress = types.SimpleNamespace(report=said.append)
     request = auto.Request(text, 0.05, base, settings)
     experiment, reasons = auto.choose_experiment(request, Workdir(workdir), progress)

@@ -71,7 +71,7 @@ def _lengths_with_pairs(experiment: Experiment) -> tuple[int, ...]:
     lengths = {
         phase.sequence_length
         for number, phase in enumerate(experiment.phases)
-        if experiment.data_of(number).units != "sentences"  # the other units are kinds of pairs
+        if experiment.data_of(number).row_kind != "sentences"  # the other kinds are pairs
     }
     return tuple(sorted(lengths))
 

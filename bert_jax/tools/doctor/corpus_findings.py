@@ -28,7 +28,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
 
     `lengths` are the sequence lengths of pairs, by default the paper's; () if none are learned.
     """
-    folder = corpus_lib.local_corpus(folder)
+    folder = corpus_lib.ensure_local(folder)
     manifest = corpus_lib.open_manifest(folder)
     tokenizer = corpus_lib.open_tokenizer(folder, manifest)
     train = corpus_lib.open_stream(folder, "train")

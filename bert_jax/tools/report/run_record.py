@@ -229,9 +229,9 @@ def _mixture(
 def _sample_rows(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
     """Returns a sample of the rows of a phase's first epoch; laying out all takes too long."""
     key, data = draws.key_of(experiment.seed, "train", phase, 0), experiment.data_of(phase)
-    if data.units == "sentences":
+    if data.row_kind == "sentences":
         return sentences.plan(stream, length, key, _ROWS)
-    return pairs.sample(stream, length, data.short_seq_prob, key, _ROWS, data.units)
+    return pairs.sample(stream, length, data.short_seq_prob, key, _ROWS, data.row_kind)
 
 
 def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> dict[str, Any]:
@@ -242,14 +242,14 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
     """
     length = phase.sequence_length
     is_random = None
-    if data.units == "sentences":
+    if data.row_kind == "sentences":
         kept, full_lengths = sentences.sizes(stream, rows, length)
         lengths = kept + sentences.NUM_SPECIALS
     else:
         full_lengths = rows["a_length"].astype(np.int64) + rows["b_length"]
         lengths = pairs.truncated_lengths(rows, length)
         kept = lengths - pairs.NUM_SPECIALS
-        if data.units == "pairs":
+        if data.row_kind == "pairs":
             is_random = float(rows["is_random_next"].mean())
     return {
         "sequence_length": length,
@@ -267,7 +267,7 @@ def _examples(
     first_step = sum(earlier.steps for earlier in experiment.phases[:number])
     sample = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
-    labels = LABELS.get(data.units)
+    labels = LABELS.get(data.row_kind)
     widths = phase.sequence_length, phase.max_predictions_per_seq
     batch = batches.BatchBuilder(stream, prepared.special_ids, data, *widths).make(
         sample,
