@@ -37,7 +37,7 @@ FEW = "--set phases.0.steps=3 --set phases.1.steps=1"
 # --- A whole run ---
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_run_resumes_on_another_machine_and_equals_a_local_run(
     objects, copy_of_run, tmp_path, monkeypatch
 ):

@@ -159,7 +159,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_no_command_runs_what_lies_in_its_folders_or_writes_elsewhere(copy_of_run, tmp_path):
     ran, outside = tmp_path / "ran", tmp_path / "outside"
     outside.mkdir()

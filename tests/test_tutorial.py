@@ -53,7 +53,7 @@ def test_the_flags_for_a_first_look_fit_the_experiment():
     assert f"train {experiment.total_steps} steps" in PAGE.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_commands_of_the_tutorial_run(folder):
     commands, expected = read_commands(PAGE.read_text())
     assert commands

@@ -143,7 +143,10 @@ def test_a_device_that_errs_is_named():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "count"),
-    [("zero3", 100), ("zero1", 20), ("replicated", 20), ("groups", 20), ("slices", 20)],
+    [
+        pytest.param("zero3", 100, marks=pytest.mark.nightly),
+        *(("zero1", 20), ("replicated", 20), ("groups", 20), ("slices", 20)),
+    ],
 )
 def test_each_of_a_hundred_is_named(layout, count):
     code = (
@@ -291,7 +294,7 @@ def test_a_device_that_keeps_erring_ends_the_run(copy_of_run, finished_run, monk
     assert_identical(final_state(copy_of_run / "w")[1], final_state(finished_run / "run")[1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rows_of_several_documents_are_compared_too(copy_of_run):
     settings = *OBJECTIVES["causal"], "run.replay_every=2", "parallelism.state=zero3"
     outcome, shown = pretrain(copy_of_run / "small.py", copy_of_run / "w", *settings)

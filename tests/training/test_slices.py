@@ -57,7 +57,7 @@ def test_slices_change_nothing(parallelism):
     check(4, parallelism)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_slices_change_nothing_on_eight_devices():
     on_eight("import test_slices; test_slices.check_eight()")
 

@@ -341,7 +341,7 @@ def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
     assert run["finetune:task.py"] == scores[-1] and 0 <= run["probe:task.py"] <= 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_real_run_is_measured(here):
     """Not a stand-in: a row of three steps."""
     write_table(here, ("loss", "cpu_seconds", "real_tokens"))
