@@ -169,7 +169,7 @@ def here() -> dict[str, str]:
     resumed = ("pretrain", "small.py", "--workdir", "run_resumed")
     small_run.killed(9, signal.SIGKILL, *resumed, devices=4)
     broken.said([*resumed])
-    bad = child.Plan(not_finite=(9, 10, 11)).to_json()
+    bad = child.Plan(nonfinite_steps=(9, 10, 11)).to_json()
     words = ("pretrain", "small.py", "--workdir", "run_rolled_back")
     done = small_run.command(
         "-m", "bert_jax.tools.verify.child", bad, *words, "--set", "optimizer.bad_steps_in_a_row=3"

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 
-from bert_jax.tools.conformance.rule import difference
+from bert_jax.tools.conformance.rule import relative_differences
 
 
 def assert_close(a, b, tolerance: float) -> None:
-    found = difference(a, b)
+    found = relative_differences(a, b)
     worst = max(found, key=found.get)
     assert found[worst] <= tolerance, f"{worst}: {found[worst]:.2e} > {tolerance:.0e}"
 

@@ -18,7 +18,7 @@ from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode, text_vector
-from bert_jax.tools.conformance.rule import difference
+from bert_jax.tools.conformance.rule import relative_differences
 from bert_jax.training import custom_code
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
@@ -105,7 +105,7 @@ def test_states_and_losses_are_those_of_numpy_in_float64(elmo, learned, params, 
                 x = made if layer == 0 else x + made
                 every.append(x)
             ours = states[:, row, : len(ids), direction * HALF :][..., :HALF]
-            assert max(difference(ours, np.array(every)[:, order]).values()) < 1e-5
+            assert max(relative_differences(ours, np.array(every)[:, order]).values()) < 1e-5
             if not batch["row_weights"][row]:
                 continue
             # Of each piece of the text the state that comes before it in this direction.

@@ -146,7 +146,7 @@ def conformance(args: argparse.Namespace) -> int:
     experiment = resolve_experiment(args) if has_experiment else None
     from bert_jax.tools.conformance import checklist
 
-    return FINISHED if checklist.check_rules(experiment) else FAILED
+    return FINISHED if checklist.print_report(experiment) else FAILED
 
 
 @COMMANDS.add(

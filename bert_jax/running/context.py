@@ -26,8 +26,8 @@ class Hooks:
     def on_restore(self, step: int, done: int | None) -> None:
         """Runs when a checkpoint is restored: to roll back from `done`, or (None) at a start."""
 
-    def on_truncate(self, file: str) -> None:
-        """Runs when a JSON Lines file loses the lines of steps that will be repeated."""
+    def on_open_file(self, file: str) -> None:
+        """Runs when a JSON Lines file is opened, without the lines of steps to be repeated."""
 
     def change_batch(self, done: int, batch: Batch) -> Batch:
         """Returns the batch to train on in the next step, which is not dispatched yet."""

@@ -170,7 +170,7 @@ def _make_state(restored: Restored, context: Context, lines: RunLines) -> RunSta
     with context.saver.checkpoints.folder.cache_reads():
         context.saver.resume_from(done)
     for name, lost_lines in lines.resume_from(done, metadata.get("lines", {})):
-        context.hooks.on_truncate(name)
+        context.hooks.on_open_file(name)
         if lost_lines:
             report(f"{name}: is missing; continuing without its {lost_lines} lines")
     if done:

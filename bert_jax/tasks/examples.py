@@ -434,7 +434,7 @@ def require_known_labels(labels: Sequence[str], examples: Sequence[Any]) -> None
                 )
 
 
-def sha256(examples: Iterable[Example], labels: Sequence[str]) -> str:
+def sha256(examples: Iterable[Example], labels: Sequence[str] = ()) -> str:
     """Returns a hash of the examples and the labels, both in order.
 
     Locations are excluded: the same examples in another file have the same hash.

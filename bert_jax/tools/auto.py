@@ -1,7 +1,7 @@
 """Chooses an experiment for a text, this machine and a number of hours.
 
-The choice depends on a sample of the text, the peak speed of the devices (measured on a CPU), and
-the time of a few steps. Its rule comes from the runs in docs/results/learning.md.
+The choice depends on a sample of the text, the peak speed of the devices (from a table, for CPUs
+measured), and the time of a few steps. Its rule comes from the runs in docs/results/learning.md.
 """
 
 import collections
@@ -46,7 +46,7 @@ _FEWEST_STEPS = 20
 class Size(NamedTuple):
     """The size of an encoder and its batch."""
 
-    operations: float  # smallest number of operations (FLOPs) at which the size is the best known
+    operations: float  # least compute budget (FLOPs) for which the size is the best known
     layers: int
     width: int
     rows: int
@@ -54,8 +54,8 @@ class Size(NamedTuple):
 
 
 # At 2.1e14 operations the second size is 0.12 nat better than the first on one text, 0.03 and 0.07
-# worse on two; at 5e13 at least 0.3 worse. At 6.5e14 it is 0.07 better than the first and 0.05 than
-# the third. The limits of the third and later sizes are not measured (docs/results/learning.md).
+# worse on two; at 5e13 at least 0.3 worse. At 6.5e14 the second is 0.07 better than the first and
+# 0.05 than the third. The limits from the third on are not measured (docs/results/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
     Size(2e14, 4, 128, 32, 8_000),
@@ -65,14 +65,14 @@ SIZES = (
     Size(2e17, 8, 512, 64, 30_000),
     Size(1e19, 12, 768, 128, 30_000),
 )
-# Width of an attention head; least bytes of text for each token of the vocabulary; bytes of a
-# sentence; least number of documents, into which a text of fewer files is cut.
-_HEAD, _BYTES_PER_TOKEN, _BYTES_PER_SENTENCE, _DOCUMENTS = 64, 100, 100, 50
-# Tokens of a row, and the share that is predicted; in held-out rows it is always 15 %.
-_LENGTH, _MASKED = 128, 0.3
+_HEAD = 64  # width of an attention head
+_BYTES_PER_ENTRY = 100  # fewest bytes of text for each entry of the vocabulary
+_BYTES_PER_SENTENCE, _DOCUMENTS = 100, 50  # a text of fewer files is cut into so many documents
+# Tokens of a row, and the shares that are predicted in training and in held-out rows.
+_LENGTH, _MASKED, _EVAL_MASKED = 128, 0.3, 0.15
 # Held-out rows, number of evaluations, and the time of a forward pass as a share of a step.
 _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
-# Steps that are timed, after as many that warm caches.
+# Steps that are timed; as many before them warm the caches.
 _TIMED = 5
 # Seconds between checkpoints.
 _SAVED_EVERY = 60.0
@@ -113,12 +113,12 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     start_time = time.monotonic()
     _, hours, base, settings = request
     given = _parse_settings(settings)
-    if rendezvous.read_process_info():  # jax counts only this one, until they connect
+    if rendezvous.read_process_info():  # before they connect, jax sees one process
         raise InputError("auto: times the steps of a single process; use `bert-jax pretrain`")
     if "phases.0.steps" in given:
         raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
     text = examine_text(request.text, settings)
-    speed = hardware.peak_flops(_compute_type())  # from a table; measured on a CPU
+    speed = hardware.peak_flops(_compute_type())  # from a table; that of a CPU is measured
     if speed is None:
         kind = jax.devices()[0].device_kind
         raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
@@ -128,9 +128,10 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
         _base_experiment(name, text, base) if base else _fresh_experiment(name, text, operations)
     )
     experiment = config.override(experiment, settings)
+    # As in training: the corpus may be in another folder, and a bucket has local copies.
     workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
-    folder, size = workdir.corpus, experiment.model.vocab_size
-    manifest = corpus.prepare(experiment.corpus, size, folder, progress.report, system.cores())
+    cores, vocab_size = system.cores(), experiment.model.vocab_size
+    manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
     corpus.require_enough_text(workdir.corpus, experiment)
     seconds = _step_seconds(experiment, workdir, progress)
     left = hours * 3600 - (time.monotonic() - start_time)
@@ -157,7 +158,7 @@ def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     fields = {name: given.get(f"corpus.{name}") for name in _SAMPLE_FIELDS}
     needed = [f"{name}={value}" for name, value in fields.items() if value is not None]
     text_corpus = config.override(text_corpus, needed)
-    files = list(documents.extents(text_corpus))  # none is cut
+    files = list(documents.extents(text_corpus))  # whole files
     sample = ""
     for file in files[:: max(1, len(files) // _SAMPLED_FILES)]:
         end = len(sample) + _SAMPLE // _SAMPLED_FILES
@@ -196,12 +197,12 @@ def _compute_type() -> Literal["float32", "bfloat16"]:
 
 
 def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
-    """Returns the experiment of a fresh encoder, by the recipe of tiny.py; sets no steps yet.
+    """Returns the experiment of a fresh encoder, by the recipe of tiny.py; steps are placeholders.
 
-    `peak_learning_rate`, of all parameters except the matrices that Muon trains, falls with width.
+    `peak_learning_rate` falls with width; it is that of all parameters but the matrices of Muon.
     """
     size = next(size for size in reversed(SIZES) if operations >= size.operations)
-    vocab_size = min(size.vocab_size, max(1_000, text.bytes // _BYTES_PER_TOKEN // 1_000 * 1_000))
+    vocab_size = min(size.vocab_size, max(1_000, text.bytes // _BYTES_PER_ENTRY // 1_000 * 1_000))
     recipe = config.load(os.fspath(SHIPPED / "tiny.py"))
     model = dataclasses.replace(
         recipe.model,
@@ -222,7 +223,7 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
 
 
 def _base_experiment(name: str, text: Text, base: str) -> Experiment:
-    """Returns the experiment that trains the encoder of a base further; sets no steps yet."""
+    """Returns the experiment that trains the encoder of a base further; steps are placeholders."""
     start = base_lib.read(epath.Path(base))
     model = dataclasses.replace(start.model, compute_dtype=_compute_type())
     text_corpus = _corpus(
@@ -239,8 +240,8 @@ def _base_experiment(name: str, text: Text, base: str) -> Experiment:
 
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
-    """Returns the corpus of a text. If it has few files, cuts them, to hold documents out."""
-    cut = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
+    """Returns the corpus of a text; cuts few files into documents, so that some can be held out."""
+    cut = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)  # sentences
     return Corpus(
         sources=(text.source,),
         language=text.language,
@@ -265,7 +266,7 @@ def _experiment(
             masked_lm_prob=_MASKED,
             eval_rows=_EVAL_ROWS,
             eval_sequence_length=length,
-            eval_max_predictions_per_seq=round(_MASKED / 2 * length),
+            eval_max_predictions_per_seq=round(_EVAL_MASKED * length),
         ),
         phases=(
             Phase(
@@ -291,10 +292,10 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
 
 
 def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) -> Experiment:
-    """Returns the experiment with as many steps as fit, along with the evaluations."""
+    """Sets as many steps of `seconds` as fit, with the evaluations, into the seconds `left`."""
     phase, run = experiment.phases[0], experiment.run
     evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
-    steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))
+    steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))  # one as a margin
     if steps < _FEWEST_STEPS:
         missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # the message rounds
         raise InputError(
@@ -325,7 +326,7 @@ def expected_loss(experiment: Experiment, seen: int) -> str:
     """
     if experiment.init_from:
         return "not predicted, since the run starts from a base"
-    nats_per_decade = 0.8 if seen > 6.3e6 else 1.14
+    nats_per_decade = 0.8 if seen > 6.3e6 else 1.14  # two lines through 2.59 at 6.3 million
     below = 2.59 + nats_per_decade * math.log10(max(seen, 1e6) / 6.3e6)
     below += 0.25 * (experiment.model.num_hidden_layers > SIZES[0].layers)
     nats = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"

@@ -1,9 +1,9 @@
 """Scores of each layer of an encoder on tasks: `bert-jax layers`.
 
 A linear layer learns a task from the embeddings and from each layer of the frozen encoder, as in
-`tasks.probes` (Jawahar et al. 2019, Tenney et al. 2019). A similarity needs no training: it is the
-cosine of both texts' mean outputs. The length of the first task's texts is always a task, too,
-since it needs no labels; it is the surface task of Conneau et al. 2018.
+`tasks.probes` (Jawahar et al. 2019, Tenney et al. 2019). A similarity task needs no training: the
+prediction is the cosine of both texts' mean outputs. A further task, which needs no labels, is the
+length of the first task's texts (the surface task of Conneau et al. 2018).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from bert_jax.tasks.probes import Probe, Probes, draw_examples
 
 FORMAT_VERSION = 1
 _KINDS = ("classify", "pair", "tag", "regress")
-_WHERE = "--tasks"
+_FLAG = "--tasks"
 _LENGTH = "length"
-# The number of bins for lengths; each has as many texts.
+# Bins of lengths; each bin has about as many texts.
 _BINS = 6
 
 
@@ -32,18 +32,18 @@ def score_layers(
 ) -> dict[str, Any]:
     """Scores each layer of a model on the tasks of experiment files, on all devices.
 
-    Returns JSON, in `tasks` a `layer_record` of the length of texts, then one of each task.
+    Returns JSON; `tasks` has a `layer_record` for the length of texts, then one for each task.
     """
-    tasks = [(name, task) for _, name, task in probes_lib.read_tasks(paths, _KINDS, _WHERE)]
+    tasks = [(name, task) for _, name, task in probes_lib.read_tasks(paths, _KINDS, _FLAG)]
     if _LENGTH in dict(tasks):
-        raise InputError(f"{_WHERE}: the name {_LENGTH} is taken by length of texts; rename a task")
-    probed = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
-    probes, first = Probes(probed, where=_WHERE), tasks[0][1]
-    with prefix_errors(_WHERE):
+        raise InputError(f"{_FLAG}: the name {_LENGTH} is taken by length of texts; rename a task")
+    files = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
+    probes, first = Probes(files, where=_FLAG), tasks[0][1]
+    with prefix_errors(_FLAG):
         splits = (draw_examples(first, split) for split in ("train", "validation"))
         lengths = _length_probe(first, *splits)
-        similar = {
-            name: cast(list[Sentence], draw_examples(task, "validation"))
+        similarity_pairs = {
+            name: cast(list[Sentence], draw_examples(task, "validation"))  # of two texts
             for name, task in tasks
             if task.kind == "regress"
         }
@@ -51,19 +51,19 @@ def score_layers(
         report(f"layers: all texts of {paths[0]} have the same length: {_LENGTH} is not scored")
     else:
         probes.probes.insert(0, lengths)
-    for name, pairs in similar.items():
+    for name, pairs in similarity_pairs.items():
         if len({pair.label for pair in pairs}) < 2:
             raise InputError(
-                f"{_WHERE}: {name}: all validation pairs have the same score; add different ones"
+                f"{_FLAG}: {name}: all validation pairs have the same score; add different ones"
             )
-    params = probes_lib.prepare_probes(probes, trained)
+    params = probes_lib.prepare_probes(probes, trained)  # of the model, on all devices
     records: dict[str, dict[str, Any]] = {}
     for probe in probes.probes:
         assert isinstance(probe, Probe)  # no other kind is among _KINDS
         metric, layer_scores = probe.task.main_score, probe.scores(params, layers="all")
         records[probe.name] = layer_record(probe.name, metric, probe.majority, layer_scores)
         report(f"layers: {probe.name} is scored")
-    for name, pairs in similar.items():
+    for name, pairs in similarity_pairs.items():
         metric = dict(tasks)[name].main_score
         records[name] = layer_record(name, metric, 0.0, _similarity(metric, pairs, trained))
         report(f"layers: {name} is scored")
@@ -74,10 +74,10 @@ def score_layers(
 def layer_record(name: str, metric: str, guess: float, scores: Sequence[float]) -> dict[str, Any]:
     """Returns the JSON of a task's scores on the embeddings and on each layer.
 
-    `guess` is the score without an encoder, by the most frequent label; 0 for a similarity. `best`
-    is the layer with the highest score. `centre` is the average of the layers, weighted by how much
-    each gains on the best score of all lower layers; 0 if none does. It is like the expected layer
-    of Tenney et al. 2019, whose probes read all layers below at once.
+    `guess` is the score of the majority baseline; 0 for a similarity. `best` is the layer with the
+    highest score. `centre` is the average of the layers, weighted by how much each gains on the
+    best score of all lower layers; 0 if none does. It is like the expected layer of Tenney et al.
+    2019, whose probes read all layers below at once.
     """
     gains, best = np.diff(np.maximum.accumulate(scores)), int(np.argmax(scores))
     centre = float(gains @ np.arange(1, len(scores)) / gains.sum()) if gains.any() else 0.0
@@ -87,17 +87,17 @@ def layer_record(name: str, metric: str, guess: float, scores: Sequence[float]) 
 
 def _length_probe(task: Task, train: list[Example], validation: list[Example]) -> Probe | None:
     """Returns a probe for the number of words of a text; None if it is always the same."""
+    counts = [len(texts_of(example)[0].split()) for example in train]
+    edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
+    edges = edges[edges < max(counts)]  # else the last bin would be empty
+    if not len(edges):
+        return None
 
     def label_lengths(examples: list[Example]) -> list[Example]:
         texts = [texts_of(example)[0] for example in examples]
         bins = [int(np.searchsorted(edges, len(text.split()))) for text in texts]
         return [Sentence(_LENGTH, (t,), str(b)) for t, b in zip(texts, bins, strict=True)]
 
-    counts = [len(texts_of(example)[0].split()) for example in train]
-    edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
-    edges = edges[edges < max(counts)]
-    if not len(edges):
-        return None
     labels, source = tuple(map(str, range(len(edges) + 1))), ("jsonl:its texts",)  # not read
     limit = {"max_sequence_length": task.max_sequence_length}
     length = Task(kind="classify", train=source, validation=source, **limit)

@@ -1,6 +1,6 @@
-"""Processes with a part of this machine's devices each, in which runs are trained side by side.
+"""Processes that train runs side by side, each on its own part of this machine's devices.
 
-On a CPU the parts are cores: XLA starts as many threads as a process may use cores.
+On a CPU the parts are cores, since XLA starts a thread for each core that a process may use.
 """
 
 import os
@@ -12,7 +12,7 @@ from etils import epath
 
 from bert_jax import system
 from bert_jax.config import Finetuning, Model
-from bert_jax.config import code as code_lib
+from bert_jax.config import code as custom_code
 from bert_jax.data.workers import Worker, WorkerDied
 from bert_jax.storage.workdir import create_folder
 
@@ -25,8 +25,9 @@ _PROCESS_BYTES = 10**9
 def bytes_of_run(model: Model, parameters: int, experiment: Finetuning) -> int:
     """Estimates the memory of this machine that a fine-tuning needs.
 
-    Weights, gradients and two moments are float32. On a CPU it also holds the activations
-    (Korthikanti et al. 2022, equation 2, with four bytes for each number instead of two).
+    Weights, gradients and two moments count in float32 even if accelerators hold them, since loads
+    and saves copy most of them. On a CPU, activations count, too (Korthikanti et al. 2022, equation
+    2, with four bytes for each number instead of two).
     """
     needed = _PROCESS_BYTES + 16 * parameters
     if not system.accelerator_count():
@@ -40,10 +41,10 @@ def bytes_of_run(model: Model, parameters: int, experiment: Finetuning) -> int:
 def environment_of(number: int, count: int) -> dict[str, str]:
     """Returns the variables by which process `number` of `count` sees only its accelerators."""
     devices = system.accelerator_count() // count
-    names = ",".join(str(number * devices + place) for place in range(devices))
+    device_ids = ",".join(str(number * devices + i) for i in range(devices))
     visible = {
-        "CUDA_VISIBLE_DEVICES": names,
-        "TPU_VISIBLE_CHIPS": names,
+        "CUDA_VISIBLE_DEVICES": device_ids,
+        "TPU_VISIBLE_CHIPS": device_ids,
         "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_BLOCKS.get(devices, f"1,{devices},1"),
         "TPU_PROCESS_BOUNDS": "1,1,1",
     }
@@ -51,7 +52,7 @@ def environment_of(number: int, count: int) -> dict[str, str]:
 
 
 class DeviceWorkers:
-    """Runs calls of several threads side by side, each in a process with its own devices.
+    """Executes calls of several threads side by side, each call in a process with its own devices.
 
     This process must not use devices meanwhile: a TPU serves one process only. What the processes
     print is appended to FOLDER/process-N.log.
@@ -79,7 +80,7 @@ class DeviceWorkers:
         while True:
             number, limit = self._take()
             try:
-                worker = self._workers.get(number) or self._start(number)
+                worker = self._workers.get(number) or self._start_process(number)
                 worker.start(function, *arguments)
                 return worker.result()
             except WorkerDied:
@@ -102,13 +103,13 @@ class DeviceWorkers:
         with self._changed:
             self._changed.wait_for(may_run)
             if self._is_closed:
-                raise WorkerDied(code=0)
+                raise WorkerDied(code=0)  # as for calls that `close` ends
             return self._idle.pop(), self._limit
 
-    def _start(self, number: int) -> Worker:
-        environment = os.environ | code_lib.environment() | environment_of(number, self.count)
+    def _start_process(self, number: int) -> Worker:
+        environment = os.environ | custom_code.environment() | environment_of(number, self.count)
         log = self._folder / f"process-{number}.log"
-        with create_folder(self._folder), open(log, "ab") as output:  # removed again on failure
+        with create_folder(self._folder), open(log, "ab") as output:  # a failure removes the folder
             worker = Worker(environment, output)
         if hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))[number :: self.count]

@@ -23,7 +23,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def write_predictions(
-    model: TaskModel, file: PredictionFile, rows: Sequence[tuple[str, Example]], path: epath.Path
+    model: TaskModel, spec: PredictionFile, rows: Sequence[tuple[str, Example]], path: epath.Path
 ) -> None:
     """Writes the predictions of a model for `rows`, which `suite_files.read_file` yields."""
     examples = [example for _, example in rows]
@@ -33,17 +33,17 @@ def write_predictions(
     elif model.task.kind == "tag":
         text = "".join(_tagged_lines(examples, answers))
     else:
-        labels = [_label(answer, file) for answer in answers]
+        labels = [_label(answer, spec) for answer in answers]
         lines = (f"{index}\t{label}\n" for (index, _), label in zip(rows, labels, strict=True))
         text = "".join(["index\tprediction\n", *lines])
     write_atomic(path, text)
 
 
-def _label(answer: dict[str, Any], file: PredictionFile) -> str:
-    """Returns the name of a label, or a number, clipped to the range of the file."""
+def _label(answer: dict[str, Any], spec: PredictionFile) -> str:
+    """Returns the name of a label, or a number clipped to `spec.number_range`."""
     if "value" not in answer:
         return answer["label"]
-    low, high = file.number_range or (-math.inf, math.inf)
+    low, high = spec.number_range or (-math.inf, math.inf)
     return f"{min(max(answer['value'], low), high):.4f}"
 
 

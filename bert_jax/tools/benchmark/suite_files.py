@@ -12,7 +12,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats
 from bert_jax.tasks.examples import Example, Sentence, Tally
 
-# With a larger share of broken rows we assume that a file has another layout, even if the task says
+# With a larger share of broken rows a file probably has another format, even if the task says
 # `broken_rows="skip"`.
 _MOST_BROKEN = 0.05
 
@@ -23,7 +23,7 @@ class CheckedTask(NamedTuple):
     task: SuiteTask
     folder: str  # holds the files
     examples_hash: str  # of the training and validation examples
-    prediction_hashes: Mapping[str, str]  # of the examples of `task.predictions`, by `output`
+    input_hashes: Mapping[str, str]  # {file of predictions: hash of the examples to predict}
 
 
 def load_tasks(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
@@ -38,11 +38,11 @@ def load_tasks(suite: Suite, folder: str, settings: Sequence[str]) -> list[Check
         with prefix_errors(f"{suite.name}: {task.name}"):
             experiment = config.override(task.experiment, settings)
             task = dataclasses.replace(task, experiment=experiment)
-            located = config.locate_files(experiment, folder).task
-            splits = (_read_split(located, name) for name in ("train", "validation"))
-            examples_hash = "-".join(examples_lib.sha256(split, labels=()) for split in splits)
-            rows = {f.output: read_file(f, located, folder) for f in task.predictions}
-            hashes = {n: examples_lib.sha256((e for _, e in r), labels=()) for n, r in rows.items()}
+            located_task = config.locate_files(experiment, folder).task
+            splits = (_read_split(located_task, name) for name in ("train", "validation"))
+            examples_hash = "-".join(examples_lib.sha256(split) for split in splits)
+            rows = {f.output: read_file(f, located_task, folder) for f in task.predictions}
+            hashes = {key: examples_lib.sha256(e for _, e in pairs) for key, pairs in rows.items()}
         checked.append(CheckedTask(task, folder, examples_hash, hashes))
     return checked
 
@@ -66,17 +66,17 @@ def _read_split(task: config.Task, split: str) -> Iterator[Example]:
     if len(tally.broken) > _MOST_BROKEN * (count + len(tally.broken)):
         raise InputError(
             f"{len(tally.broken):,} of {count + len(tally.broken):,} rows of {split} are broken, "
-            f"so the file has another layout; the first: {tally.broken[0][1]}"
+            f"so the file has another format; the first: {tally.broken[0][1]}"
         )
 
 
 def read_file(
     file: PredictionFile, task: config.Task, folder: str
 ) -> Iterator[tuple[str, Example]]:
-    """Yields the index and the example of each row of a file whose labels are to be predicted.
+    """Yields the index and the example of each row of a file to predict.
 
-    A blank text is an example here, since the file of predictions needs all rows. Rows of `span`
-    and `tag` have the index "".
+    A blank text is an example here, since the file of predictions needs all rows. Files of `span`
+    and `tag` have labels, but no index: it is "".
     """
     source = config.locate_source(file.source, folder)
     if task.kind in ("span", "tag"):

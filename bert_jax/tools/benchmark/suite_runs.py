@@ -3,10 +3,10 @@
 OUT/benchmark.json     scores of finished runs, and the predictions that are written
 OUT/table.txt          the table; also as table.csv and table.html
 OUT/runs/              a workdir for each run
-OUT/bases/             models that other tasks start from (rules `intermediate`, see `SuiteTask`)
+OUT/bases/             models that other tasks start from, if the rules are `intermediate`
 OUT/predictions/       files of predictions of the best runs
 OUT/processes/         what the processes print, if runs are trained side by side
-OUT/glue.zip           the files of predictions that name this archive, to send to a server
+OUT/glue.zip           predictions to send to a server, if the suite names such an archive
 
 The scores of a run are stored under a hash of its settings, base and examples, so no run is trained
 twice. Names of workdirs end in this hash.
@@ -84,7 +84,7 @@ class TaskResult:
 
 
 class Benchmark:
-    """Trains the runs of a suite by `rules`, see `SuiteTask`.
+    """Trains the runs of a suite that `rules` (paper, one, intermediate; see `SuiteTask`) ask for.
 
     `tasks` are those of the suite with their files. `root` is the folder of all results, on this
     machine. `seeds` is the number of seeds for all tasks; None: as in the suite. Runs are trained
@@ -124,29 +124,29 @@ class Benchmark:
         The other tasks are trained even if a run fails. `on_result` is called after each task.
         """
         start, run_bytes = self._call(_read_base, base, self._tasks)
-        # {name of the task whose best run is the start: the start}; "" is for `base`.
+        # Starts by the task whose best runs they are; that of "" is `base`.
         starts: dict[str, Future[Start | None]] = {"": _call_now(lambda: start)}
         outcomes: dict[str, Future[session.Outcome]] = {}
         self._write()  # marks the folder as a suite's
         with contextlib.ExitStack() as stack:
             submit = _call_now
             if self._workers is not None:
-                pool = ThreadPoolExecutor(2 * len(self._tasks))  # tasks wait for starts
+                pool = ThreadPoolExecutor(2 * len(self._tasks))  # for tasks and starts
                 submit = stack.enter_context(pool).submit
-                stack.callback(self._workers.close)  # before the threads are waited for
+                stack.callback(self._workers.close)  # on exit, before the pool waits for calls
                 count = self._workers.fit_to_memory(run_bytes)
                 gigabytes = f"about {run_bytes / 1e9:.1f} GB each"
                 self._progress.report(f"benchmark: {count} runs side by side, {gigabytes}")
             for number, task in enumerate(self._tasks):
                 wanted = task.task.start if self.rules == "intermediate" else ""
-                if wanted not in starts:
+                if wanted not in starts:  # its task precedes this one in the suite
                     starts[wanted] = submit(self._make_start, wanted, outcomes[wanted])
                 arguments = number, starts[wanted], on_result
                 outcomes[task.task.name] = submit(self._finish_task, *arguments)
-            ended = [future.result() for future in outcomes.values()]
-            if "stopped" not in ended:
+            task_outcomes = [future.result() for future in outcomes.values()]
+            if "stopped" not in task_outcomes:
                 self._archive()
-        return _worst(ended)
+        return _worst(task_outcomes)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function that uses devices: here, or in a process that has some."""
@@ -172,8 +172,8 @@ class Benchmark:
     def _run_task(self, task: CheckedTask, start: Start) -> tuple[TaskResult, session.Outcome]:
         """Trains the runs of a task; returns them, and the worst outcome.
 
-        The search has one run for each setting of the sweep, with the first seed; by the rules
-        `one` it is a single run. The runs with the best settings and all seeds follow.
+        The search has one run for each combination of the sweep's values, with the first seed; by
+        the rules `one` it is a single run. The runs with the best settings and all seeds follow.
         """
         axes = [] if self.rules == "one" else task.task.sweep
         with prefix_errors(f"{task.task.name}: sweep"):
@@ -185,10 +185,10 @@ class Benchmark:
         count = self._seeds or task.task.seeds
         seeds = "seed=" + ",".join(str(seed) for seed in range(1, count + 1))
         fixed = [f"{name}={value}" for name, value in chosen.items()]
-        runs, last = self._run_members(task, start, [*fixed, seeds])
+        runs, seeds_outcome = self._run_members(task, start, [*fixed, seeds])
         unique = {entry["folder"]: entry for entry in (*searched, *runs)}
         minutes = sum(entry["minutes"] for entry in unique.values())
-        return TaskResult(task.task, chosen, runs, minutes), _worst([outcome, last])
+        return TaskResult(task.task, chosen, runs, minutes), _worst([outcome, seeds_outcome])
 
     def _run_members(
         self, task: CheckedTask, start: Start, axes: Sequence[str]
@@ -207,8 +207,8 @@ class Benchmark:
             run_all = map
             if self._workers is not None:
                 run_all = stack.enter_context(ThreadPoolExecutor(self._workers.count)).map
-            ended = list(run_all(run, range(len(members))))
-        return [entry for entry, _ in ended if entry], _worst([outcome for _, outcome in ended])
+            results = list(run_all(run, range(len(members))))
+        return [entry for entry, _ in results if entry], _worst([outcome for _, outcome in results])
 
     def _run_member(
         self, task: CheckedTask, start: Start, position: str, name: str, settings: dict[str, str]
@@ -274,12 +274,12 @@ class Benchmark:
     def _predict(self, task: CheckedTask, best: Entry) -> None:
         """Writes the missing files of predictions of a task."""
         folder, done = self.root / "predictions", self._record["predictions"]
-        hashes = task.prediction_hashes
-        origins = {name: f"{best['folder']} {hashes[name]}" for name in hashes}
+        hashes = task.input_hashes
+        stamps = {name: f"{best['folder']} {hashes[name]}" for name in hashes}
         missing = [
             file
             for file in task.task.predictions
-            if done.get(file.output) != origins[file.output] or not (folder / file.output).exists()
+            if done.get(file.output) != stamps[file.output] or not (folder / file.output).exists()
         ]
         if missing:
             sources = ", ".join(file.source for file in missing)
@@ -287,7 +287,7 @@ class Benchmark:
             run = self.root / "runs" / best["folder"]
             self._call(_write_predictions, run, task, missing, folder)
         with self._lock:
-            done |= {file.output: origins[file.output] for file in missing}
+            done |= {file.output: stamps[file.output] for file in missing}
             self._write()
 
     def _archive(self) -> None:
@@ -308,7 +308,7 @@ class Benchmark:
 def _read_base(base: str, tasks: Sequence[CheckedTask]) -> tuple[Start, int]:
     """Reads the base; raises InputError if a task cannot start from it.
 
-    The first task's experiment stands for all. Returns the start, and the bytes of memory of the
+    All tasks read it as the first one does. Returns the start, and the bytes of memory of the
     largest run.
     """
     read = adaptation.read_base(config.override(tasks[0].task.experiment, [f"init_from={base}"]))
@@ -324,10 +324,10 @@ def _read_base(base: str, tasks: Sequence[CheckedTask]) -> tuple[Start, int]:
 def _train(
     member: SweepRun, base: str, workdir: epath.Path
 ) -> tuple[session.Outcome, list[dict[str, Any]]]:
-    """Trains a run in a process of its own, see `sweep.run_member`; then drops its programs."""
-    ended = sweep.run_member(member, base, workdir, Progress(LineConsole()))
+    """Trains a run in a process of its own, see `sweep.run_member`; then clears JAX's caches."""
+    result = sweep.run_member(member, base, workdir, Progress(LineConsole()))
     jax.clear_caches()
-    return ended
+    return result
 
 
 def _write_base(run: epath.Path, folder: epath.Path, source: str) -> None:
@@ -336,8 +336,8 @@ def _write_base(run: epath.Path, folder: epath.Path, source: str) -> None:
     params = merged_params(tuned.experiment.adapt, tuned.params, tuned.frozen)
     merged = jax.device_get(params)
     trained = {part: merged[part] for part in ("encoder", "pooler") if part in merged}
-    params, fresh = heads.add_missing_heads(tuned.model, trained)
-    base_lib.write(base_lib.Base(tuned.model, params, tuned.tokenizer, source, fresh), folder)
+    params, new_heads = heads.add_missing_heads(tuned.model, trained)
+    base_lib.write(base_lib.Base(tuned.model, params, tuned.tokenizer, source, new_heads), folder)
 
 
 def _write_predictions(

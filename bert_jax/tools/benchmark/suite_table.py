@@ -9,7 +9,7 @@ from bert_jax.tools.report.figures import Figure, draw_dots
 from bert_jax.tools.report.render import PageTable, render_template
 
 _COLUMNS = ("task", "score", "runs", "mean", "deviation", "best", "minutes", "published dev")
-_COLUMNS += ("published test",)
+_COLUMNS += ("published test",)  # dev: the validation examples
 
 
 def write(benchmark: Benchmark) -> None:
@@ -46,12 +46,10 @@ def _rows(benchmark: Benchmark, text: Callable[[float], str], missing: str) -> I
             values = (missing if math.isnan(x) else text(x) for x in (*result.stats(score), *best))
             # The first row of a task has the minutes of all its runs.
             minutes = f"{result.minutes:.1f}" if result.seed_runs and not number else ""
-            name = score.title or result.task.name
             # A score's name is METRIC or METRIC/FILE.
-            yield [
-                *(name, score.name.partition("/")[0], str(len(result.seed_runs)), *values, minutes),
-                *(score.dev or missing, score.test or missing),
-            ]
+            names = [score.title or result.task.name, score.name.partition("/")[0]]
+            runs = str(len(result.seed_runs))
+            yield [*names, runs, *values, minutes, score.dev or missing, score.test or missing]
 
 
 def _html(benchmark: Benchmark) -> str:
@@ -65,7 +63,7 @@ def _html(benchmark: Benchmark) -> str:
         notes=_notes(benchmark),
         details_heading="Chosen settings, and the best run of each task",
         details=[_detail(result) for result in benchmark.results],
-        # The template's place for figures.
+        # The template has a place for learning curves, and none for other figures.
         learning=[("", figures)] if any(result.seed_runs for result in benchmark.results) else [],
     )
 

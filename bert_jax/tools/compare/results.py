@@ -82,7 +82,7 @@ class Column:
             else:
                 splits = (task.task.train, task.task.validation)
                 labelled = (examples.iterate(task.task, split, "labelled") for split in splits)
-                hashes = [examples.sha256(split, labels=()) for split in labelled]
+                hashes = [examples.sha256(split) for split in labelled]
                 examples_hash = short_hash(hashes)
                 title = f"{task.name}, fine-tuned"
         return cls(name, f"{title} ({task.task.main_score})", task, examples_hash[:16])

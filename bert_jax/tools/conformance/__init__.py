@@ -1,1 +1,1 @@
-"""Checks the rules of google-research/bert against stored outputs of it and of other code."""
+"""Checks that this package follows google-research/bert, by stored outputs and by formulas."""

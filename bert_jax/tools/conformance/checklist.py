@@ -1,6 +1,6 @@
-"""`bert-jax conformance`: checks the rules of Devlin et al. 2018 and google-research/bert.
+"""`bert-jax conformance`: checks this package against Devlin et al. 2018 and google-research/bert.
 
-It also lists the deviations of an experiment from them.
+It also lists the deviations of an experiment from both.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from bert_jax.training import mesh
 def check() -> Iterator[ReferenceRule]:
     """Checks every rule of the reference, and yields the results; takes some twenty seconds."""
     mesh.make_mesh(Parallelism())  # raises InputError if the device does not exist
-    # The rules concern formulas, so products use full float32 precision on all devices.
+    # The rules concern formulas, so matmuls use full float32 precision on all devices.
     with jax.default_matmul_precision("highest"):
         for part in (data_rules, optimizer_rules, model_rules):
             yield from part.check()
 
 
-def check_rules(experiment: Experiment | None) -> bool:
+def print_report(experiment: Experiment | None) -> bool:
     """Prints a line for each rule, and an experiment's deviations; returns whether all rules hold.
 
-    With an experiment, differences are printed as bounds: the text is the same on all machines.
+    With an experiment, the report can be stored: it has bounds, which are equal on all machines.
     """
     checked = []
     for rule in check():
@@ -74,8 +74,8 @@ _LARGE = dataclasses.replace(
     optimizer=dataclasses.replace(_BASE.optimizer, reference_replicas=128),
 )
 
-# Settings that determine the results (role "identity") but do not matter here, that only have a
-# meaning together with another setting, or that `_EVERY_RUN` explains.
+# Settings of role "identity" that are not reported: they do not matter here, have a meaning only
+# with another setting, or are explained by `_EVERY_RUN`.
 _LEFT_OUT = re.compile(
     r"name|seed|corpus\.(text_field|encoding|language|case|validation_share)|data\.eval_.*|"
     r"model\.dropout_rng|optimizer\.(bad_steps_in_a_row|after_bad_steps)|"
@@ -95,8 +95,8 @@ _EVERY_RUN = {
     "separate job, which restarts its schedule, and its moments at 0",
     "random choices": "are functions of seed, phase, row and purpose; the reference takes them "
     "from one generator in turn: the distributions are equal, the rows differ",
-    "rows of an epoch": "every epoch has as many rows as the first epoch's plan: some rows of a "
-    "longer plan are left out, some of a shorter plan come twice; the reference's files hold each "
+    "rows of an epoch": "have the same number in every epoch, that of the first plan: some rows of "
+    "a longer plan are dropped, some of a shorter plan come twice; the reference's files hold each "
     "once",
 }
 

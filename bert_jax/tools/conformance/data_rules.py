@@ -21,7 +21,7 @@ from bert_jax.tools.conformance.rule import ReferenceRule, count_differences
 
 _rule = functools.partial(ReferenceRule, "data")
 _text_rule = functools.partial(ReferenceRule, "tokenizer")
-_KEY = (0, 0)  # of the draws
+_KEY = (0, 0)  # of the random numbers
 
 Instances = list[dict[str, Any]]
 
@@ -69,9 +69,9 @@ def _instances() -> Iterator[ReferenceRule]:
         files.append((settings.whole_word_mask, actual, reference))
 
     def rule(
-        text: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any"
+        text: str, aspect: Callable[[dict[str, Any]], Any], whole_word: bool | None = None
     ) -> ReferenceRule:
-        compared = [file for file in files if masks == "any" or file[0] == (masks == "word")]
+        compared = [file for file in files if whole_word in (None, file[0])]
         total = sum(len(reference) for _, _, reference in compared)
         differing = sum(
             count_differences([*map(aspect, actual)], [*map(aspect, reference)])
@@ -89,12 +89,11 @@ def _instances() -> Iterator[ReferenceRule]:
     )
     yield rule("[CLS] A [SEP] B [SEP] with segments 0 and 1", itemgetter("segment_ids"))
     yield rule(
-        "too long: token by token from the longer side, a tie from B, front or back", _unmasked
+        "pairs lose tokens one by one: of the longer side, else B, at the front or back", _unmasked
     )
-    yield rule("tokens masked in shuffled order", itemgetter("masked_lm_positions"), "piece")
-    yield rule(
-        "whole words masked, none that would overflow", itemgetter("masked_lm_positions"), "word"
-    )
+    positions = itemgetter("masked_lm_positions")
+    yield rule("tokens masked in shuffled order", positions, whole_word=False)
+    yield rule("whole words masked, none that would overflow", positions, whole_word=True)
     yield rule("labels are the original tokens, by position", itemgetter("masked_lm_ids"))
     yield rule("80 % [MASK], 10 % kept, 10 % replaced, drawn in order", itemgetter("input_ids"))
 
@@ -114,15 +113,15 @@ def _unmasked(instance: dict[str, Any]) -> list[int]:
 class _CountingDraws(draws.SequentialDraws):
     """Counts the target lengths that are drawn."""
 
-    targets = 0
+    target_count = 0
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        self.targets += 1
+        self.target_count += 1
         return super().target_length(max_num_tokens, short_seq_prob)
 
 
 def _pairs() -> Iterator[ReferenceRule]:
-    """Checks pairs made from 60 documents whose token ids are their positions."""
+    """Checks pairs made from 60 documents whose token ids are all different."""
     rng = np.random.default_rng(0)
     numbers = iter(range(10**6))
     documents = [
@@ -133,8 +132,8 @@ def _pairs() -> Iterator[ReferenceRule]:
     order = counting.shuffled_order(len(documents))
     flat = stream.make_stream([documents[i] for i in order], np.uint32)
     rows = np.concatenate([*pairs.reference_pairs(flat, 64, 0.5, counting)])
-    err = abs(counting.targets - len(documents))
-    yield _rule("a target length is drawn once a document", "targets drawn with 60 documents", err)
+    err = abs(counting.target_count - len(documents))
+    yield _rule("a target length is drawn once a document", "number of targets with 60", err)
     used = np.zeros(len(flat.ids), int)
     for row in rows:
         used[row["a_offset"] : row["a_offset"] + row["a_length"]] += 1
@@ -142,7 +141,7 @@ def _pairs() -> Iterator[ReferenceRule]:
             used[row["b_offset"] : row["b_offset"] + row["b_length"]] += 1
     yield _rule(
         "sentences that a random B displaced are put back",
-        f"uses of {len(used)} tokens with one each",
+        f"uses of each of {len(used)} tokens with 1",
         int((used != 1).sum()),
     )
     starts = flat.sentence_offsets[flat.document_offsets[:-1].astype(np.int64)]
@@ -156,14 +155,14 @@ def _pairs() -> Iterator[ReferenceRule]:
 
 def _masks() -> Iterator[ReferenceRule]:
     lengths = np.arange(5, 513)
-    continues = np.array([False] * 5 + [True])
+    continues = np.array([False] * 5 + [True])  # whether an id is a ## token
     differing = 0
-    for most in (20, 77):
-        masked = _mask(lengths, draws.CounterDraws(_KEY, lengths), most, "piece", continues)
-        expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
+    for maximum in (20, 77):
+        masked = _mask(lengths, draws.CounterDraws(_KEY, lengths), maximum, "piece", continues)
+        expected = [min(maximum, max(1, round(int(n) * 0.15))) for n in lengths]
         differing += count_differences(masked.weights.sum(axis=1).tolist(), expected)
     yield _rule(
-        "15 % of the length with special tokens, half to even, at least 1, at most the maximum",
+        "predictions: 15 % of the length with specials, rounded half to even, 1 to the maximum",
         f"{len(lengths)} lengths with Python's round",
         differing,
     )
@@ -173,7 +172,7 @@ def _masks() -> Iterator[ReferenceRule]:
     )
     yield _rule(
         "a ## token at the start of B joins the last word of A",
-        "predictions with none, since one fits and the word has two tokens",
+        "number of predictions with 0, since one fits and the word has two tokens",
         float(one_word.weights.sum()),
     )
     data = Data()
@@ -189,13 +188,13 @@ def _masks() -> Iterator[ReferenceRule]:
     )
     seen = np.unique(ids[kinds == draws.RANDOM])
     err = count_differences(seen.tolist(), list(range(30)))
-    yield _rule("replacements are any token, special ones too", "ids drawn with all 30 ids", err)
+    yield _rule("replacements are any token, special ones too", "drawn ids with all 30", err)
 
 
 def _mask(
     lengths: np.ndarray,
-    counter: draws.CounterDraws,
-    most: int,
+    rng: draws.CounterDraws,
+    maximum: int,
     units: Literal["piece", "whole_word"],
     continues: np.ndarray,
 ) -> masking.Masked:
@@ -206,9 +205,9 @@ def _mask(
     text = (ids > 3) & (np.arange(ids.shape[1]) < lengths[:, None] - 1)
     return masking.mask(
         masking.Rows(ids, text, lengths),
-        counter,
+        rng,
         masking.Policy.of(Data(masking=units), step=0, steps=1),
-        most,
+        maximum,
         masking.Ids(pad=0, cls=2, sep=3, mask=1, vocab_size=6, continues=continues),
     )
 
@@ -240,7 +239,7 @@ def _tokens() -> Iterator[ReferenceRule]:
     literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
     specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}
     err = sum(i in specials for i in literal)
-    yield _text_rule("text never gives a special token", "tokens of the special tokens' names", err)
+    yield _text_rule("text never gives a special token", "names of special tokens, encoded", err)
 
 
 def _characters() -> ReferenceRule:

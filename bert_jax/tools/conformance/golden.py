@@ -1,7 +1,7 @@
 """Results of other implementations, stored in this package.
 
-Instances and tokens are from google-research/bert (Python 3.11), the model's numbers from Hugging
-Face's BertForPreTraining (float32, no dropout), the trajectory from the paper's Adam in float64.
+Instances and tokens are from google-research/bert (Python 3.11), the model's numbers from PyTorch's
+BertForPreTraining (Hugging Face, float32, no dropout), the trajectory from Adam in float64.
 """
 
 import functools
@@ -54,12 +54,12 @@ def instances(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def trajectory() -> dict[str, np.ndarray]:
-    """Returns twenty steps of Adam: init.*, grads.*, params.*, learning_rate."""
+    """Returns twenty steps of the paper's Adam: init.*, grads.*, params.*, learning_rate."""
     return dict(np.load(FOLDER / "paper_adam_trajectory.npz"))
 
 
 def pytorch(name: str) -> dict[str, np.ndarray]:
-    """Returns arrays of Hugging Face's model: `batch`, `outputs`, `grads`, or weights (`model`)."""
+    """Returns arrays of PyTorch's model: `batch`, `outputs`, `grads`, or weights (`model`)."""
     folder = FOLDER / "hf_bert_tiny"
     if name == "model":
         return load_file(folder / "model.safetensors")
@@ -76,7 +76,7 @@ def params() -> dict:
 
 
 def convert(tensors: dict[str, np.ndarray]) -> dict:
-    """Returns PyTorch's tensors in our tree."""
+    """Returns PyTorch's tensors as a parameter tree of this package."""
     return weights.import_tensors(tensors, CONFIG, "hf_bert_tiny")[0]
 
 

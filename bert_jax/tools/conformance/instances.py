@@ -31,7 +31,7 @@ _SHORTEST = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstanceSettings(Section, role="identity", label="instances"):
-    """The reference's flags, by their names in our golden files; a `Section` checks values."""
+    """The reference's flags, as the golden files name them. The base class checks the values."""
 
     max_seq_length: Annotated[int, minimum(_SHORTEST)] = 128
     max_predictions_per_seq: PositiveCount = 20

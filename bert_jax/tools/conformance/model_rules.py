@@ -1,4 +1,4 @@
-"""Compares encoder, heads, losses and metrics with PyTorch's BertForPreTraining and float64."""
+"""Compares encoder, heads, losses and metrics with PyTorch's BertForPreTraining or formulas."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ def check() -> Iterator[ReferenceRule]:
     loss, gradients = jax.jit(jax.value_and_grad(_loss))(params, batch)
     err = largest_difference(gradients, golden.convert(golden.pytorch("grads")))
     yield _rule("gradients", "those of all parameters with PyTorch's", err, 1e-5)
-    yield from _constants()
+    yield from _activations_and_layer_norm()
     yield from _initial()
     yield _sizes()
     err = relative(loss, golden.pytorch("outputs")["loss"])
@@ -50,13 +50,14 @@ def check() -> Iterator[ReferenceRule]:
 def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
     cfg, expected = golden.CONFIG, golden.pytorch("outputs")
     inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
-    encoder = heads.merge(cfg, params).encoder
+    encoder = heads.merge(cfg, params).encoder  # `merge` makes the module of the whole model
+    # Without dropout, and with the default loop over the layers.
     hidden = encode(encoder, cfg, *inputs, noise=None, loop=Loop(), outputs="all")
     states = expected["hidden_states"]
     err = relative(hidden[0], states[0])
     yield _rule("word + type + position, then layer norm", "embeddings with PyTorch's", err, 1e-5)
     yield _rule(
-        "post-norm layers; scores of padding at -10,000",
+        "post-norm layers; attention logits of padding at -10,000",
         f"{len(states) - 1} layers with PyTorch's",
         max(relative(a, b) for a, b in zip(hidden[1:], states[1:], strict=True)),
         1e-5,
@@ -64,27 +65,27 @@ def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
     masked_lm, next_sentence = heads.pretraining_logits(cfg, params, batch, noise=None, loop=Loop())
     yield _rule(
         "dense, GELU, layer norm, tied embeddings and a bias",
-        "masked LM scores with PyTorch's",
+        "masked LM logits with PyTorch's",
         relative(masked_lm[..., : cfg.vocab_size], expected["prediction_logits"]),
         1e-5,
     )
     err = relative(next_sentence, expected["seq_relationship_logits"])
-    yield _rule("tanh of [CLS], then two scores", "next-sentence scores with PyTorch's", err, 1e-5)
+    yield _rule("tanh of [CLS], then two logits", "next-sentence logits with PyTorch's", err, 1e-5)
     leaked = jax.nn.softmax(masked_lm)[..., cfg.vocab_size :].sum(axis=-1).max()
     yield _rule(
         "padding rows of the vocabulary get no probability",
-        f"{padded_vocab_size(cfg) - cfg.vocab_size} rows with 0",
+        f"{padded_vocab_size(cfg) - cfg.vocab_size} probabilities with 0",
         float(leaked),
     )
 
 
-def _constants() -> Iterator[ReferenceRule]:
+def _activations_and_layer_norm() -> Iterator[ReferenceRule]:
     x = np.linspace(-6.0, 6.0, 1201)
     by_erf = [0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0))) for v in x]
     by_tanh = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
     for name, expected in (("gelu", by_erf), ("gelu_tanh", by_tanh)):
         err = relative(layers.activation(name, jnp.asarray(x, jnp.float32)), expected)
-        yield _rule(f"hidden_act={name}", "1,201 numbers with float64", err, 1e-6)
+        yield _rule(f"hidden_act={name}", "1,201 values with float64", err, 1e-6)
     # The variance is so small that the 1e-12 shows.
     small = np.random.default_rng(0).normal(size=(4, 64)) * 1e-6
     centred = small - small.mean(axis=1, keepdims=True)
@@ -109,14 +110,14 @@ def _initial() -> Iterator[ReferenceRule]:
             differing += int((np.asarray(leaf) != (1.0 if name == "scale" else 0.0)).sum())
     values = np.concatenate(random_values)
     yield _rule(
-        "weights of deviation 0.01759: 0.02 truncated at two, not rescaled",
+        "weights of deviation 0.01759: 0.02 truncated at 2 sigma, not rescaled",
         f"{len(values):,} fresh weights with the distribution",
         abs(float(values.std()) / _INITIAL_STD - 1.0),
         0.01,
     )
     err = max(float(np.abs(values).max()) - 0.04, 0.0)
     yield _rule("no weight beyond 0.04", "the largest fresh weight with 0.04", err, 1e-6)
-    yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with these", differing)
+    yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with 0 and 1", differing)
 
 
 def _sizes() -> ReferenceRule:
@@ -142,13 +143,13 @@ def _loss(params: heads.Params, batch: Batch) -> jax.Array:
 def _metrics() -> Iterator[ReferenceRule]:
     """Compares metrics; labels of id 0 count, since only weights mark missing labels."""
     rng = np.random.default_rng(0)
-    words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))  # logits
-    labels = np.where(rng.random((6, 4)) < 0.5, words.argmax(-1), 0)
+    masked_lm, next_sentence = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))  # logits
+    labels = np.where(rng.random((6, 4)) < 0.5, masked_lm.argmax(-1), 0)
     weights = (rng.random((6, 4)) < 0.7).astype(np.float64)
     next_labels = rng.integers(0, 2, 6)
     sums = losses.pretraining(
-        jnp.asarray(words, jnp.float32),
-        jnp.asarray(pairs, jnp.float32),
+        jnp.asarray(masked_lm, jnp.float32),
+        jnp.asarray(next_sentence, jnp.float32),
         {
             "masked_lm_ids": jnp.asarray(labels),
             "masked_lm_weights": jnp.asarray(weights, jnp.float32),
@@ -166,8 +167,8 @@ def _metrics() -> Iterator[ReferenceRule]:
             "accuracy": (weights * hits).sum() / weights.sum(),
         }
 
-    expected = {"masked_lm": means(words, labels, weights)}
-    expected["next_sentence"] = means(pairs, next_labels, np.ones(6))
+    expected = {"masked_lm": means(masked_lm, labels, weights)}
+    expected["next_sentence"] = means(next_sentence, next_labels, np.ones(6))
     notes = {"masked_lm": ", and a label of id 0 counts"}
     for task, values in expected.items():
         actual = [float(sums[f"{task}_{name}"][0] / sums[f"{task}_{name}"][1]) for name in values]

@@ -1,4 +1,4 @@
-"""Compares updates, learning rates, and a step over several cores with float64 and formulas."""
+"""Compares updates and learning rates with float64, a step over several cores with single cores."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from bert_jax.training.objective import Pretraining
 
 _rule = functools.partial(ReferenceRule, "optimizer")
 
-_CORES, _ROWS, _LENGTH = 3, 2, 16
+_CORES, _ROWS, _LENGTH = 3, 2, 16  # replicas in the reference, rows of each, tokens of a row
 
 _MODEL = Model(
     vocab_size=50,
@@ -129,7 +129,7 @@ def _first_update() -> ReferenceRule:
 
 
 def _decay() -> ReferenceRule:
-    """Compares which parameters decay with the reference's choice, which goes by names."""
+    """Checks that the parameters with weight decay are the reference's, which chooses by name."""
     tensors = golden.pytorch("model")
     # Each tensor is filled with its number, to find the reference's name of each parameter.
     numbers = {name: np.full(tensors[name].shape, i) for i, name in enumerate(tensors)}
@@ -146,16 +146,16 @@ def _decay() -> ReferenceRule:
 
 
 def _cores() -> Iterator[ReferenceRule]:
-    norm, compared = 0.1, f"a step of {_CORES} cores with single cores"
+    clip_norm, compared = 0.1, f"gradient of {_CORES} cores with the sum of single cores"
     single = list(_gradients())
     norms = [float(optax.global_norm(gradient)) for gradient in single]
-    if min(norms) <= norm:
-        raise ValueError(f"a core's gradient of norm {min(norms)} is not clipped at {norm}")
+    if min(norms) <= clip_norm:
+        raise ValueError(f"a core's gradient of norm {min(norms)} is not clipped at {clip_norm}")
     clipped = [
-        jax.tree.map(lambda g, n=own: g * (norm / n), gradient)
+        jax.tree.map(lambda g, n=own: g * (clip_norm / n), gradient)
         for gradient, own in zip(single, norms, strict=True)
     ]
-    err = largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped))
+    err = largest_difference(_summed_gradient(clip_norm), jax.tree.map(lambda *g: sum(g), *clipped))
     yield _rule("each core clips its own gradient, then they are summed", compared, err, 1e-5)
     err = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *single))
     rule = "each core divides by its own weights + 1e-5, and its own rows"
@@ -164,7 +164,7 @@ def _cores() -> Iterator[ReferenceRule]:
 
 @functools.cache
 def _batch() -> step.Batch:
-    """Returns rows of all cores; they differ in their predictions: the last has almost none."""
+    """Returns rows of all cores. The cores differ in predictions: the last core has almost none."""
     rng, count = np.random.default_rng(0), _CORES * _ROWS
     shape = (count, _LENGTH)
     weights = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [_SMALL, 0, 0], [0, 0, 0]])

@@ -13,8 +13,8 @@ class ReferenceRule:
 
     part: str  # data, tokenizer, optimizer, model or loss
     rule: str  # the rule in a few words
-    compared: str  # the two things that are compared
-    difference: float  # the largest difference; for exact rules the number of differing entries
+    compared: str  # the two things that are compared: A with B
+    difference: float  # the largest; for exact rules, entries that differ, or what must be 0
     tolerance: float = 0.0  # largest difference allowed; 0 for exact rules
 
     @property
@@ -46,7 +46,7 @@ def relative(actual: Any, expected: Any) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def difference(a: Any, b: Any) -> dict[str, float]:
+def relative_differences(a: Any, b: Any) -> dict[str, float]:
     """Returns {path: max|a - b| / max(max|b|, 1e-3 * the largest entry of the tree b)}.
 
     Raises:
@@ -66,5 +66,5 @@ def difference(a: Any, b: Any) -> dict[str, float]:
 
 
 def largest_difference(a: Any, b: Any) -> float:
-    """Returns the largest `difference` over all paths."""
-    return max(difference(a, b).values())
+    """Returns the largest of the `relative_differences`."""
+    return max(relative_differences(a, b).values())

@@ -1,7 +1,7 @@
 """Finds faults of plain text or of a prepared corpus, before they spoil a training run.
 
-Neither is changed (except that a corpus copied without its `stream/` gets it, made from the copy's
-`dataset/`, as in training). A `problem` spoils training or prevents it; a `note` may be intended.
+Neither is changed, except that a missing `stream/` of a corpus is made from its `dataset/`, as in
+training. A `problem` spoils training or prevents it; a `note` may be intended.
 """
 
 import os
@@ -33,8 +33,8 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
 
 
 def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
-    is_file = os.path.isfile(path) and path.endswith((".py", ".json"))
-    if is_file or (not os.path.exists(path) and config.is_shipped(path)):
+    is_experiment_file = os.path.isfile(path) and path.endswith((".py", ".json"))
+    if is_experiment_file or (not os.path.exists(path) and config.is_shipped(path)):
         experiment = config.override(config.load(path), settings)
         findings = text.examine(experiment.corpus)
         if _lengths_with_pairs(experiment):
@@ -49,12 +49,12 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         if storage_of(folder).exists(folder / COMPLETE):
             return corpus_findings.examine(folder)
     sources = _sources(path)
-    # Given this path, `prepare` would read files of the first kind only; the others are reported.
+    # From this path, `prepare` would read files of the first kind only; a note lists the others.
     return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
 
 
 def _examine_run(workdir: Workdir) -> list[Finding]:
-    """Examines the corpus of a run, with the sequence lengths of its phases that learn pairs."""
+    """Examines the corpus of a run, with the sequence lengths of its phases with sentence pairs."""
     if holds_finetuning(workdir):
         raise InputError(
             f"{workdir.address}: a fine-tuning has no corpus; use `bert-jax report` to see its "

@@ -1,4 +1,4 @@
-"""Characters that show text in a wrong encoding, or leftovers of markup."""
+"""Finds characters that betray a wrong encoding, and leftovers of markup."""
 
 import collections
 import re
@@ -10,8 +10,8 @@ from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 _CONTINUES = "".join(map(chr, range(0x80, 0xC0))) + bytes(range(0x80, 0xC0)).decode(
     "windows-1252", "ignore"
 )
-# No correct text matches: an É or é may precede a no-break space and a closing guillemet, so a
-# character whose first byte is a common letter counts only if another one follows.
+# Correct text never matches: in French, a no-break space and a guillemet may follow an É or é, so
+# characters whose first byte is a common letter match only if two of them follow one another.
 _MOJIBAKE = re.compile(
     f"[ÂÃ][{_CONTINUES}]|â[€\x80][{_CONTINUES}]|ð[Ÿ\x9f][{_CONTINUES}]"
     f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{2,}}|(?:[ä-é][{_CONTINUES}]{{2}}){{2,}}"
@@ -28,16 +28,16 @@ _HTML = re.compile(
     r"|&(?:amp|nbsp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-f]{1,6});"
 )
 # One tag in 1,000 characters is one in 200 words.
-_TAGGED = 1e-3
+_TAG_RATE = 1e-3
 # One broken character in 10,000 is one word in 2,000: often enough to enter a vocabulary.
-_BROKEN = 1e-4
+_BROKEN_RATE = 1e-4
 _COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all characters"
 
 # {fault: (pattern, least matches (fewer may be chance), whether pure ASCII can match, rule for the
 # matches per character)}. Matches of "mojibake" do not count for the other faults.
 FAULTS = {
     "mojibake": (_MOJIBAKE, 3, False, FindingRule(
-        'UTF-8 was once read as Latin-1 or Windows-1252 ("Ã©" for "é")' + _COUNTED, 0, _BROKEN,
+        'UTF-8 was once read as Latin-1 or Windows-1252 ("Ã©" for "é")' + _COUNTED, 0, _BROKEN_RATE,
         "words with accents and quotation marks become odd tokens, unrelated to the correct words",
         "read it with corpus.encoding=utf-8; if this is set, the files are damaged: repair or "
         "fetch them again",
@@ -45,23 +45,23 @@ FAULTS = {
     # 0x85 is a line end on some systems.
     "windows": (re.compile("[\x80-\x84\x86-\x9f]"), 1, False, FindingRule(
         "Windows-1252 was once read as Latin-1 (control characters for quotation marks)" + _COUNTED,
-        0, _BROKEN,
+        0, _BROKEN_RATE,
         "the tokenizer drops them: quotation marks, dashes and apostrophes are lost",
         "--set corpus.encoding=windows-1252; if the files are UTF-8, they are damaged",
     )),
     "replaced": (re.compile("\ufffd"), 1, False, FindingRule(
         "replacement characters (U+FFFD) stand where an earlier conversion failed" + _COUNTED,
-        0, _BROKEN,
+        0, _BROKEN_RATE,
         "the tokenizer drops them: words lose letters",
         "fetch the text again, and convert it in its own encoding",
     )),
     "controls": (re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]"), 1, True, FindingRule(
-        "control characters" + _COUNTED, 0, _BROKEN,
+        "control characters" + _COUNTED, 0, _BROKEN_RATE,
         "the tokenizer drops them, and joins the text on both sides",
         "remove them, e.g. `tr -d '\\000-\\010\\013\\016-\\037\\177'`",
     )),
     "html": (_HTML, 10, True, FindingRule(
-        "HTML tags or entities" + _COUNTED, 0, _TAGGED,
+        "HTML tags or entities" + _COUNTED, 0, _TAG_RATE,
         "the model learns to predict markup, and names of tags and attributes fill the vocabulary",
         "convert the files to plain text, e.g. `pandoc --from html --to plain`",
     )),
@@ -107,7 +107,7 @@ class Characters:
 
 
 def _location(document: Document, position: int) -> str:
-    """Returns FILE:LINE; for a record its name, and the position in the record."""
+    """Returns FILE:LINE; for a record of JSON or a table its name, and the position in it."""
     if document.line:
         return document.location(document.text.count("\n", 0, position))
     return f"{document.name}, character {position}"

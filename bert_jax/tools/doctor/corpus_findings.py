@@ -13,7 +13,7 @@ from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.tools.doctor import finding
-from bert_jax.tools.doctor.finding import Finding, FindingRule, example, share
+from bert_jax.tools.doctor.finding import Finding, FindingRule, example, format_share
 
 TextAt = Callable[[int], str]  # decodes the text from a position of the stream
 
@@ -26,7 +26,7 @@ _SHOWN = 30
 def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[Finding]:
     """Examines the corpus in a folder.
 
-    `lengths` are the sequence lengths of pairs, by default the paper's; () if none are learned.
+    `lengths` are the sequence lengths of pairs, by default the paper's; () if training has none.
     """
     folder = corpus_lib.ensure_local(folder)
     manifest = corpus_lib.open_manifest(folder)
@@ -39,9 +39,9 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
         return lambda start: tokenizer.decode(stream.ids[start : start + _SHOWN].tolist())
 
     text_at = text_of(train)
-    causes = _one_sentence(train, text_at) if lengths else []
-    causes += _long_sentences(train, text_at)
-    findings = causes + _dominant_document(train, validation, text_of)
+    sentence_findings = _one_sentence(train, text_at) if lengths else []
+    sentence_findings += _long_sentences(train, text_at)
+    findings = sentence_findings + _dominant_document(train, validation, text_of)
     if manifest["settings"]["repeated_documents"] == "keep":
         count = sum(split["documents"] for split in manifest["splits"].values())
         repeated = manifest["documents_repeated"]
@@ -54,7 +54,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     if all(f.severity == "note" for f in vocabulary_findings):
         findings += find_leaked_sentences(train, validation, text_of(validation))
     # A fault of the sentences also shows in the pairs; only the cause is reported.
-    if all(f.severity == "note" for f in causes):
+    if all(f.severity == "note" for f in sentence_findings):
         for length in lengths:
             findings += _check_pairs(train, text_at, length)
     return findings
@@ -87,7 +87,7 @@ def _dominant_document(
             document, largest = int(sizes.argmax()), int(sizes.max())
             start = int(stream.sentence_offsets[stream.document_offsets[document]])
             largest_example = example(f"{name} document {document}", text_of(stream)(start))
-    return finding.dominant_document(largest, total, largest_example)
+    return finding.check_dominance(largest, total, largest_example)
 
 
 def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:
@@ -100,7 +100,7 @@ def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:
             longest_start = int(offsets[lengths.argmax()])
         sizes += lengths[lengths > _LONG].tolist()
     longest = example("the longest", text_at(longest_start))
-    return finding.long_sentences(sizes, len(train.ids), f"{_LONG} tokens", longest)
+    return finding.check_lengths(sizes, len(train.ids), f"{_LONG} tokens", longest)
 
 
 # --- whether the vocabulary fits the text ---
@@ -111,8 +111,8 @@ UNKNOWN = FindingRule(
     "{value} of tokens are unknown",
     0.001, 0.01,
     "all unknown words become the same token, which the model learns to predict",
-    "a vocabulary made for this text: --set corpus.tokenizer=train; for thousands of characters "
-    "--set corpus.tokenizer_kind=unigram",
+    "a vocabulary made for this text: --set corpus.tokenizer=train; for a script of thousands "
+    "of characters, such as Chinese, --set corpus.tokenizer_kind=unigram",
 )  # fmt: skip
 # Share of tokens with capitals: a quarter of a cased vocabulary, none of an uncased one (except
 # special tokens).
@@ -134,15 +134,16 @@ def _check_vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     with_case = [word for word in words if word.isalpha() and word.lower() != word.upper()]
     capitals = sum(word != word.lower() for word in with_case) / max(len(with_case), 1)
     unknown = float(counts[tokenizer.unk_id] / counts.sum())
-    # Text without capitals gives a vocabulary without capitals and no unknown words. A
-    # tokenizer.json ("library") counts as cased, but may lower text by itself.
+    # A vocabulary without capitals is right for a text without them: then no word is unknown.
+    # A tokenizer.json ("library") counts as cased, but may lower text by itself.
     if tokenizer.case == "cased":
         is_low = capitals < _CAPITALS_NONE and unknown > UNKNOWN.note_over
-        differs, other = is_low and tokenizer.kind != "library", "uncased"
+        differs = is_low and tokenizer.kind != "library"
     else:
-        differs, other = capitals > _CAPITALS_MANY, "cased"
+        differs = capitals > _CAPITALS_MANY
     if differs:
-        return CASE.check(1.0, case=tokenizer.case, other=other, capitals=share(capitals))
+        other = "uncased" if tokenizer.case == "cased" else "cased"
+        return CASE.check(1.0, case=tokenizer.case, other=other, capitals=format_share(capitals))
     first = _first_unknown(train, tokenizer) if unknown > UNKNOWN.note_over else ""
     return UNKNOWN.check(unknown, first)
 
@@ -162,11 +163,11 @@ def _first_unknown(train: Stream, tokenizer: Tokenizer) -> str:
 # --- text that is both trained on and held out ---
 
 # Shorter sentences repeat by nature ("There is more."); longer ones are compared by their start.
-_LEAST, _COMPARED = 12, 32
+_MIN_TOKENS, _PREFIX_TOKENS = 12, 32
 # Sentences of a block.
 _COMPARED_BLOCK = 1 << 16
 # Documents of any collection share set phrases. The model recites held-out text that it was trained
-# on: if that is a tenth, the score shifts by more than with any change of recipe.
+# on: if this is a tenth of that text, the score shifts by more than with any change of recipe.
 LEAKED = FindingRule(
     "{value} of held-out sentences of 12 tokens or more are trained on too",
     0.02, 0.1,
@@ -198,16 +199,16 @@ def find_leaked_sentences(train: Stream, validation: Stream, text_at: TextAt) ->
 
 
 def _hashes(stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (numbers, uint64 hashes) of the long sentences of each block."""
+    """Yields (numbers, uint64 hashes) of the sentences of `_MIN_TOKENS` or more, block by block."""
     rng = np.random.default_rng(0)
+    column = np.arange(_PREFIX_TOKENS)
     # Odd weights keep all bits of an id.
-    weights = rng.integers(1 << 63, size=_COMPARED, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    column = np.arange(_COMPARED)
+    weights = rng.integers(1 << 63, size=len(column), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     sentences = len(stream.sentence_offsets) - 1
     for start in range(0, sentences, _COMPARED_BLOCK):
         offsets = stream.sentence_offsets[start : start + _COMPARED_BLOCK + 1].astype(np.int64)
         lengths = np.diff(offsets)
-        long = np.flatnonzero(lengths >= _LEAST)
+        long = np.flatnonzero(lengths >= _MIN_TOKENS)
         index = offsets[long, None] + column
         within = column < lengths[long, None]
         ids = stream.ids[np.where(within, index, 0)].astype(np.uint64) + np.uint64(1)
@@ -219,8 +220,8 @@ def _hashes(stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 # Pairs made of a large corpus; their shares are exact to a third of a percent.
 _ROWS = 100_000
-# The reference's code gives slightly more than 0.5, because of chunks of one long sentence. At 0.75
-# the answer "random" is always right three times in four.
+# The reference's code gives slightly more than 0.5, because of chunks of one long sentence. At
+# 0.75, always answering "random" is right three times in four.
 RANDOM = FindingRule(
     "{value} of next sentences are random {where}",
     0.6, 0.75,
@@ -229,7 +230,7 @@ RANDOM = FindingRule(
     "phases.N.sequence_length",
 )  # fmt: skip
 # A chunk ends after the sentence that fills it, so half a sentence is usually cut off: a tenth of
-# the text at 128, a third at 64. With much more, pairs are parts of sentences.
+# the text at length 128, a third at 64. If far more is, pairs are parts of sentences.
 TRUNCATED_PAIRS = FindingRule(
     "{value} of the tokens of pairs are cut off {where}",
     0.4, 0.6,
@@ -241,7 +242,7 @@ TRUNCATED_PAIRS = FindingRule(
 
 def _check_pairs(train: Stream, text_at: TextAt, length: int) -> list[Finding]:
     """Checks the pairs of a sequence length, at most a sample of `_ROWS`."""
-    # No short pairs, since they are drawn again in each epoch and would hide faults of the text.
+    # No short pairs (0.0): they are drawn again in each epoch, and would hide faults of the text.
     rows = pairs.sample(train, length, 0.0, draws.key_of("doctor"), _ROWS)
     sample = "" if len(rows) < _ROWS else f" (in a sample of {len(rows):,} rows)"
     where = f"at length {length}{sample}"

@@ -33,7 +33,7 @@ class FindingRule:
         if not value > self.note_over:
             return []
         severity = "problem" if value > self.problem_over else "note"
-        fields = {"value": share(value)} | fields
+        fields = {"value": format_share(value)} | fields
         message, remedy = self.message.format(**fields), self.remedy.format(**fields)
         return [Finding(self, severity, message, example, self.effect, remedy)]
 
@@ -58,7 +58,7 @@ def example(location: str, text: str) -> str:
     return printable(f'{location}: "{line}"')
 
 
-def share(value: float) -> str:
+def format_share(value: float) -> str:
     """Formats a share as percent; a small share is never rounded to 0."""
     percent = 100 * value
     if 0 < percent < 0.001:
@@ -77,7 +77,7 @@ ONE_SENTENCE = FindingRule(
     "join texts that belong together into documents of several sentences; in "
     "corpus.layout=sentences_by_line a blank line ends a document: is there one after every line?",
 )  # fmt: skip
-# Repeats are memorized a little, even a few; one document in ten is too many.
+# Even a few repeats are memorized a little, so any is noted; one document in ten is too many.
 REPEATED = FindingRule(
     "{count:,} of {documents:,} documents ({value}) repeat an earlier one",
     0.0, 0.1,
@@ -100,11 +100,11 @@ DOMINANT = FindingRule(
     0.5, 0.9,
     "a document is trained on or held out as a whole, and its random next sentences come from the "
     "few other documents",
-    "--set corpus.cut_documents=100, or corpus.document_starts if it consists of several texts",
+    "--set corpus.cut_documents=100 (sentences); corpus.document_starts if it has several texts",
 )  # fmt: skip
 
 
-def dominant_document(largest: int, sentences: int, example: str, scope: str = "") -> list[Finding]:
+def check_dominance(largest: int, sentences: int, example: str, scope: str = "") -> list[Finding]:
     """Checks the share of the largest document, which has `largest` of `sentences` sentences."""
     counts = {"count": largest, "sentences": sentences}
     return DOMINANT.check(largest / sentences, example, **counts, scope=scope)
@@ -115,8 +115,8 @@ def check_documents(rule: FindingRule, count: int, documents: int, example: str)
     return rule.check(count / documents, example, count=count, documents=documents)
 
 
-def long_sentences(sizes: Sequence[int], total: int, limit: str, example: str) -> list[Finding]:
-    """Checks the share of sentences that fit into no row; `total` is the size of all text."""
+def check_lengths(sizes: Sequence[int], total: int, limit: str, example: str) -> list[Finding]:
+    """Checks the share of sentences that fit into no row, from their sizes and that of all text."""
     sentences, longest = pluralize(len(sizes), "sentence"), max(sizes, default=0)
     value = sum(sizes) / total
     return LONG_SENTENCES.check(value, example, sentences=sentences, limit=limit, longest=longest)

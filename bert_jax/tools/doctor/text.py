@@ -23,22 +23,22 @@ from bert_jax.tools.doctor import finding
 from bert_jax.tools.doctor.characters import Characters
 from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
-_MOST = 300_000_000  # characters that are read in all, which takes a minute
+_MAX_CHARACTERS = 300_000_000  # that are read in all, which takes a minute
 # If files are cut short, at least so many characters of each are read.
-_LEAST_OF_A_FILE = 30_000_000
+_MIN_PER_FILE = 30_000_000
 # Characters of some 500 tokens, the longest row. The rest of a longer sentence is never seen.
 _LONG = 2_000
-# At most so many files are named for a reason, and so many reasons have a finding of their own.
+# Most files that a finding of refused files names, most reasons with a finding of their own.
 _NAMED, _REASONS = 8, 5
 
 REFUSED = FindingRule(
-    "`prepare` refuses {count}",
+    "`prepare` refuses {files}",
     0, 0,
     "training cannot start",
     "repair the files, or change the setting that the example names",
 )  # fmt: skip
 TOO_FEW = FindingRule(
-    "{count}, but `prepare` needs {least}",
+    "{documents}, but `prepare` needs {least}",
     0, 0,
     f"`prepare` stops: it needs {LEAST_VALIDATION_DOCUMENTS} to hold out, and as many for training",
     DOCUMENT_ADVICE,
@@ -55,7 +55,7 @@ LEFT_OUT = FindingRule(
 def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
     """Examines the sources of a corpus.
 
-    Also reports files that are no part of `prepared_as`, by default the corpus itself.
+    Also reports files that `prepare` leaves out of `prepared_as`, by default the corpus itself.
     """
     files: list[tuple[Corpus, str, int]] = []
     for source_corpus in corpus.split_by_source():
@@ -64,9 +64,9 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
         if kind in ("tfds", "tfds_dir"):
             files.append((source_corpus, source, 0))
             continue
-        for path, entry in text_sources.require_files(source).items():
+        for path, bucket_entry in text_sources.require_files(source).items():
             file_corpus = dataclasses.replace(source_corpus, sources=(f"{kind}:{path}",))
-            size = 0 if kind == "parquet" else text_sources.stat(path, entry=entry)["bytes"]
+            size = 0 if kind == "parquet" else text_sources.stat(path, entry=bucket_entry)["bytes"]
             files.append((file_corpus, path, size))
     reader, survey = _Reader(files), _Survey(corpus)
     for document in reader.read():
@@ -84,11 +84,11 @@ _WRAPPED, _WRAPPED_SHARE = 100, 0.9
 # Fewest lines from which a layout is inferred. If each line is a sentence, at least this share of
 # lines end in one of these characters.
 _LEAST_LINES, _ENDS, _ENDED_SHARE = 20, tuple(".!?\"'”’…"), 0.8
-# Fewest lines between blank lines, on average; if lines are paragraphs, it may be 1.
+# With fewer lines between blank lines, on average, lines may be paragraphs.
 _LINES_PER_BLOCK = 2
-# Most sentences of a line that is one (splitters differ on a few); fewest of a paragraph, on
-# average over the first characters of a document.
-_SENTENCES_PER_LINE, _SENTENCES_PER_PARAGRAPH, _BEGINNING = 1.2, 1.5, 500
+_SENTENCES_PER_LINE = 1.2  # at most, if lines are sentences; splitters differ on a few
+_SENTENCES_PER_PARAGRAPH = 1.5  # more, if lines are paragraphs; counted in the `_BEGINNING`
+_BEGINNING = 500  # characters of a document
 
 
 def _layout_rule(layout: str, note_over: float, problem_over: float, effect: str) -> FindingRule:
@@ -105,8 +105,7 @@ LAYOUTS = {
         "sentences_by_line", 0, math.inf, "a next sentence may come from another text"
     ),
     "paragraphs_by_line": _layout_rule(
-        *("paragraphs_by_line", 0.5, math.inf),
-        "pairs consist of few, long sentences, of which more is cut off",
+        "paragraphs_by_line", 0.5, math.inf, "pairs have few, long sentences, and more is cut off"
     ),
 }
 
@@ -133,7 +132,7 @@ def _other_layout(document: Document, lines: list[str], sentences: list[str], la
     if len(full) < _LEAST_LINES or not blanks or len(full) < _LINES_PER_BLOCK * (blanks + 1):
         return ""
     ended = sum(line.endswith(_ENDS) and not line[0].islower() for line in full)
-    # Lines of paragraphs also end so, but hold several sentences.
+    # Paragraphs end so, too, but hold several sentences.
     are_single = len(sentences) <= _SENTENCES_PER_LINE * len(full)
     return "sentences_by_line" if ended >= _ENDED_SHARE * len(full) and are_single else ""
 
@@ -145,7 +144,7 @@ class _Reader:
     """Reads the documents of files; records why files are refused.
 
     Args:
-      files: (corpus with this file as its only source, name, bytes of a text file, else 0) of each.
+      files: for each, a corpus with it as the only source, name, bytes (0: of Parquet or TFDS).
     """
 
     def __init__(self, files: list[tuple[Corpus, str, int]]):
@@ -156,12 +155,12 @@ class _Reader:
 
     def read(self) -> Iterator[Document]:
         """Yields the documents; of very much text, only a part of the files, in random order."""
-        most_of_a_file = _MOST
-        if sum(size for *_, size in self._files) > _MOST:
+        max_per_file = _MAX_CHARACTERS
+        if sum(size for *_, size in self._files) > _MAX_CHARACTERS:
             random.Random(0).shuffle(self._files)
-            most_of_a_file = max(_LEAST_OF_A_FILE, _MOST // len(self._files))
+            max_per_file = max(_MIN_PER_FILE, _MAX_CHARACTERS // len(self._files))
         for corpus, name, size in self._files:
-            if self.characters > _MOST:
+            if self.characters > _MAX_CHARACTERS:
                 self.is_sample = True
                 return
             start = self.characters
@@ -169,7 +168,7 @@ class _Reader:
                 if size:  # refuses UTF-8 that would be read in another encoding
                     line_reader.require_not_utf8([name], corpus.encoding)
                 for document in documents.read(corpus):
-                    if self.characters > _MOST or self.characters - start > most_of_a_file:
+                    if self.characters > _MAX_CHARACTERS or self.characters - start > max_per_file:
                         self.is_sample = True
                         break
                     self.characters += len(document.text)
@@ -189,7 +188,7 @@ class _Reader:
                 names.append(f"{unnamed:,} more")
             also = f"; also {', '.join(names)}" if names else ""
             count = pluralize(len(files), "file")
-            findings += REFUSED.check(len(files), printable(files[0][1] + also), count=count)
+            findings += REFUSED.check(len(files), printable(files[0][1] + also), files=count)
         return findings
 
 
@@ -213,34 +212,34 @@ class _Survey:
         self._documents, self._one_sentence, self._repeats = _Tally(), _Tally(), _Tally()
         self._layouts: dict[str, _Tally] = collections.defaultdict(_Tally)
         self._seen: set[int] = set()  # hashes of whole texts
-        self._sentences, self._largest = 0, (0, "")  # number; (number, example) of a document
+        self._sentences, self._largest = 0, (0, "")  # of all documents; (number, example) of one
         self._long: list[int] = []  # characters of each long sentence
         self._longest = (0, "")  # (characters, example)
 
     def add(self, document: Document) -> None:
-        """Counts the faults of a document."""
+        """Counts the faults of a document, or of its parts if it is cut."""
         self._characters.add(document)
-        all_split, known = list[str](), len(self._seen)
-        for text, split in sentence_splitter.split_document(document, self._corpus):
+        sentences, distinct_before = list[str](), len(self._seen)
+        for text, part_sentences in sentence_splitter.split_document(document, self._corpus):
             excerpt = example(document.location(0), text)
             self._documents.add(excerpt)
-            self._sentences += len(split)
-            self._largest = max(self._largest, (len(split), excerpt))
-            if len(split) == 1:
+            self._sentences += len(part_sentences)
+            self._largest = max(self._largest, (len(part_sentences), excerpt))
+            if len(part_sentences) == 1:
                 self._one_sentence.add(excerpt)
             if (digest := hash(text)) in self._seen:
                 self._repeats.add(excerpt)
             self._seen.add(digest)
-            all_split += split
-        if len(self._seen) == known:
-            return  # a repeated document is counted once
-        for sentence in all_split:
+            sentences += part_sentences
+        if len(self._seen) == distinct_before:
+            return  # the checks below count repeated documents once
+        for sentence in sentences:
             if len(sentence) > _LONG:
                 excerpt = example(document.location(0), sentence)
                 self._longest = max(self._longest, (len(sentence), excerpt))
                 self._long.append(len(sentence))
         lines = document.text.split("\n")
-        if layout := _other_layout(document, lines, all_split, self._corpus.language):
+        if layout := _other_layout(document, lines, sentences, self._corpus.language):
             self._layouts[layout].add(example(document.location(0), document.text))
 
     def findings(self, reader: _Reader) -> list[Finding]:
@@ -250,7 +249,7 @@ class _Survey:
         if not findings and not reader.is_sample:
             count = pluralize(distinct, "different document")
             excerpt = self._documents.example
-            findings += TOO_FEW.check(needed - distinct, excerpt, count=count, least=needed)
+            findings += TOO_FEW.check(needed - distinct, excerpt, documents=count, least=needed)
         if not total:
             return findings
         sample = f" (in a sample of {reader.characters / 1e6:,.3g} million characters)"
@@ -259,12 +258,12 @@ class _Survey:
         findings += finding.check_documents(finding.ONE_SENTENCE, one.count, total, one.example)
         if distinct >= needed:
             largest, excerpt = self._largest
-            findings += finding.dominant_document(largest, self._sentences, excerpt, scope)
+            findings += finding.check_dominance(largest, self._sentences, excerpt, scope)
         if self._corpus.repeated_documents == "keep":
             old = self._repeats
             findings += finding.check_documents(finding.REPEATED, old.count, total, old.example)
         long = self._long, reader.characters, f"{_LONG:,} characters{scope}", self._longest[1]
-        findings += finding.long_sentences(*long)
+        findings += finding.check_lengths(*long)
         for layout, tally in self._layouts.items():
             counts = {"count": tally.count, "documents": total, "scope": scope}
             findings += LAYOUTS[layout].check(tally.count / total, tally.example, **counts)

@@ -1,1 +1,1 @@
-"""Proves that a run that is killed at any moment is the run that was never killed."""
+"""Proves that a run that is killed and resumed ends bit-identical to an undisturbed run."""

@@ -30,9 +30,9 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     names = sorted(batch)
     for shards in zip(*(batch[name].addressable_shards for name in names), strict=True):
         arrays = dict(zip(names, (np.asarray(shard.data) for shard in shards), strict=True))
-        for i, row in enumerate(arrays["rows"].tolist()):
+        for i, row_number in enumerate(arrays["rows"].tolist()):
             content = b"".join(arrays[name][i].tobytes() for name in names)
-            yield row, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+            yield row_number, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 class FaultHooks(Hooks):
@@ -55,7 +55,7 @@ class FaultHooks(Hooks):
 
     def _write_entry(self, kind: str, **values: Any) -> None:
         if self._journal is not None:
-            line = json.dumps({"kind": kind, "start": self._plan.start, **values}) + "\n"
+            line = json.dumps({"kind": kind, "start": self._plan.start_number, **values}) + "\n"
             os.write(self._journal, line.encode())
 
     def on_restore(self, step: int, done: int | None) -> None:
@@ -64,19 +64,19 @@ class FaultHooks(Hooks):
             self._write_entry("rolled_back", done=done, to=step)
         self._steps_done = step
 
-    def on_truncate(self, file: str) -> None:
-        self.reach("start", self._files_opened)  # each file, as it is opened
+    def on_open_file(self, file: str) -> None:
+        self.reach("startup", self._files_opened)
         self._files_opened += 1
 
     def change_batch(self, done: int, batch: Batch) -> Batch:
         self._steps_done = done
-        self.reach("start")  # its last moment: all files are open
+        self.reach("startup")  # its end, so that a fault of any progress is due
         self.reach("step")
         if self._rolled_back_to is not None:
             self.reach("roll_back", done - self._rolled_back_to)
         rows, hashes = zip(*rows_of(batch), strict=True)
         self._write_entry("step", step=done, rows=rows, hashes=hashes)
-        if done in self._plan.not_finite:
+        if done in self._plan.nonfinite_steps:
             weights = "masked_lm_weights"
             batch = batch | {weights: batch[weights] * float("nan")}
         return batch
@@ -91,12 +91,12 @@ class FaultHooks(Hooks):
             args = pathlib.Path(path), fault
             self._start_kill(threading.Thread(target=self._die_in_save, args=args))
         if self._rolled_back_to is not None:
-            self.reach("roll_back")
+            self.reach("roll_back")  # its end, so that a fault of any progress is due
 
-    def reach(self, moment: Moment, part: int | None = None) -> None:
-        """Dies, now or later, if the fault is due at this moment, and at `part` if it is given."""
+    def reach(self, moment: Moment, progress: int | None = None) -> None:
+        """Dies, now or later, if the fault is due at this moment and progress (None: at any)."""
         fault = self._due_fault(moment)
-        if fault is not None and part in (None, fault.part):
+        if fault is not None and progress in (None, fault.progress):
             if fault.after:
                 self._start_kill(threading.Timer(fault.after, self._die, (fault,)))
             else:
@@ -106,7 +106,7 @@ class FaultHooks(Hooks):
         fault = self._fault
         if fault is None or self._kill_thread is not None or fault.at != moment:
             return None
-        ignores_step = moment in ("start", "prepare", "roll_back")
+        ignores_step = moment in ("startup", "prepare", "roll_back")
         return fault if ignores_step or self._steps_done >= fault.step else None
 
     def _start_kill(self, thread: threading.Thread) -> None:
@@ -114,11 +114,11 @@ class FaultHooks(Hooks):
         thread.start()
 
     def _die_in_save(self, path: pathlib.Path, fault: Fault) -> None:
-        """Dies once the save of a checkpoint has `fault.part` files, or is complete."""
+        """Dies once the save of a checkpoint has `fault.progress` files, or is complete."""
         unfinished = path.with_name(f"{path.name}.orbax-checkpoint-tmp")
         while not (path.exists() or unfinished.exists()):
             time.sleep(_POLL)
-        while unfinished.exists() and files_below(unfinished) < fault.part:
+        while unfinished.exists() and files_below(unfinished) < fault.progress:
             time.sleep(_POLL)
         self._die(fault)
 

@@ -1,4 +1,4 @@
-"""Reads journals of child processes, and compares two runs: states, lines, batches, corpora."""
+"""Reads journals of child processes; compares states, JSON Lines files, batches and corpora."""
 
 import dataclasses
 import filecmp
@@ -24,7 +24,7 @@ from bert_jax.training.checksums import path_of
 class Execution:
     """One execution of a step."""
 
-    start: int  # which start of the command executed the step, see `Plan.start`
+    start: int  # which start of the command executed the step, see `Plan.start_number`
     step: int  # number of the step, from 0
     rows: np.ndarray  # uint64 [B], numbers of its rows, ascending
     hashes: np.ndarray  # uint64 [B], hashes of the rows' contents
@@ -44,16 +44,16 @@ class Journal:
         """Reads a journal; returns an empty one if the file is missing."""
         journal = cls([], {}, {})
         for line in path.read_text().splitlines() if path.exists() else ():
-            note = json.loads(line)
-            if note["kind"] == "killed":
-                journal.killed[note["start"]] = note["done"]
-            elif note["kind"] == "rolled_back":
-                journal.rolled_back[note["start"]] = (note["done"], note["to"])
+            entry = json.loads(line)
+            if entry["kind"] == "killed":
+                journal.killed[entry["start"]] = entry["done"]
+            elif entry["kind"] == "rolled_back":
+                journal.rolled_back[entry["start"]] = (entry["done"], entry["to"])
             else:
                 # Rows that several devices share are listed once for each device.
-                pairs = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())
+                pairs = sorted(dict(zip(entry["rows"], entry["hashes"], strict=True)).items())
                 rows, hashes = np.array(pairs, np.uint64).T
-                journal.executions.append(Execution(note["start"], note["step"], rows, hashes))
+                journal.executions.append(Execution(entry["start"], entry["step"], rows, hashes))
         return journal
 
     def executions_of(self, start: int) -> list[Execution]:
@@ -61,13 +61,13 @@ class Journal:
         return [e for e in self.executions if e.start == start]
 
     def survivors(self) -> dict[int, Execution]:
-        """Returns {step: its last execution}; the newest state results from these executions."""
+        """Returns {step: its last execution}; no kill or roll-back has undone these executions."""
         return {e.step: e for e in self.executions}
 
 
 @dataclasses.dataclass(frozen=True)
 class RunCheck:
-    """The result of a check of a run, mostly against the undisturbed run, which is not killed."""
+    """The result of one check of a run; most checks compare it with the undisturbed run."""
 
     run_name: str  # the compared run
     description: str  # what is compared, and how much of it there is
@@ -75,7 +75,7 @@ class RunCheck:
 
 
 def batches(executions: Sequence[Execution], expected: dict[int, Execution]) -> list[str]:
-    """Returns [], or a line: in how many steps the batches differ, and the first of them."""
+    """Describes in one line how many batches differ, and the first of these; [] if none does."""
     empty = np.zeros(0, np.uint64)
     differing = []
     for e in executions:
@@ -84,10 +84,10 @@ def batches(executions: Sequence[Execution], expected: dict[int, Execution]) -> 
             differing.append((e, other))
     if not differing:
         return []
-    first = differing[0]  # (actual, expected)
-    spans = (f"{e.rows[0]} to {e.rows[-1]}" if len(e.rows) else "none" for e in first)
-    rows = "rows {}, expected {}".format(*spans)
-    return [f"{len(differing)} steps saw another batch, the first is step {first[0].step}: {rows}"]
+    first_step = differing[0][0].step
+    a, b = (f"{e.rows[0]} to {e.rows[-1]}" if len(e.rows) else "none" for e in differing[0])
+    rows = f"rows {a}, expected {b}" if a != b else f"rows {a}, with other contents"
+    return [f"{len(differing)} steps had another batch, the first is step {first_step}: {rows}"]
 
 
 def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution]) -> RunCheck:
@@ -102,7 +102,7 @@ def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution])
         if missing or repeated or unplanned:
             differences.append(
                 f"phase {number}: of {expected:,} rows {missing:,} were not seen and {repeated:,} "
-                f"more than once; {unplanned:,} are not of the plan"
+                f"more than once; {unplanned:,} were not planned"
             )
         count, first = count + expected, first + phase.steps
     return RunCheck(run_name, f"each of {count:,} rows trained on once", differences)
@@ -123,7 +123,7 @@ def states(experiment: Experiment, killed: Path, undisturbed: Path) -> RunCheck:
         differences.append(
             f"{len(differing)} of {len(a)} arrays differ, the first is {first}, by {by:.3g} at most"
         )
-    # Checksums are those of the arrays above.
+    # Without the checksums, since the arrays themselves are compared above.
     differences += [
         f"the checkpoint's {name} differs"
         for name in sorted((a_metadata.keys() | b_metadata.keys()) - {"checksums"})
@@ -144,16 +144,16 @@ def last_state(experiment: Experiment, root: Path) -> tuple[Any, dict[str, Any]]
     return jax.device_get(restored.state), restored.metadata
 
 
-def texts(name: str, killed: Path, undisturbed: Path) -> RunCheck:
+def json_lines(name: str, killed: Path, undisturbed: Path) -> RunCheck:
     """Compares a JSON Lines file of two workdirs, byte for byte; reports the first difference.
 
     A missing file counts as empty: a run without sample predictions writes no predictions.jsonl.
     """
     files = [workdir / name for workdir in (killed, undisturbed)]
     a, b = (file.read_bytes().splitlines() if file.exists() else [] for file in files)
-    pairs = enumerate(itertools.zip_longest(a, b, fillvalue=b"nothing"), 1)
+    pairs = enumerate(itertools.zip_longest(a, b, fillvalue=b"no line"), 1)
     differences = [
-        f"{name}:{number} differs: {printable(x[:120].decode(errors='replace'))} and undisturbed "
+        f"{name}:{number} differs: {printable(x[:120].decode(errors='replace'))}, undisturbed: "
         + printable(y[:120].decode(errors="replace"))
         for number, (x, y) in pairs
         if x != y

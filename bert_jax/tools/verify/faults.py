@@ -1,7 +1,7 @@
 """Faults to inject into a start of `bert-jax`; bert_jax.tools.verify.child carries them out.
 
 The child keeps a journal. Each line is a JSON object, written in one call to a file opened for
-appending, so that no kill can cut it. N is `Plan.start`, S a number of steps done:
+appending, so that no kill can cut it. N is `Plan.start_number`, S a number of steps done:
 
     {"kind": "step", "start": N, "step": S, "rows": [...], "hashes": [...]}
     {"kind": "killed", "start": N, "done": S}
@@ -15,21 +15,21 @@ import pathlib
 import signal
 from typing import Literal
 
-Moment = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
+Moment = Literal["step", "save", "evaluation", "startup", "prepare", "roll_back"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The moment at which a process is killed."""
+    """When and how a process is killed."""
 
-    # step: before a step; save: once a save has begun; start: while a run is restored; evaluation:
-    # before an evaluation; prepare: while the corpus is made; roll_back: between a roll-back and
-    # the next save.
+    # step: before a step; save: once a save has begun; startup: while a run opens its files;
+    # evaluation: before an evaluation; prepare: while the corpus is made; roll_back: between a
+    # roll-back and the next save.
     at: Moment
     signal: int = signal.SIGKILL  # the signal that kills it
-    step: int = 0  # least steps done; start, prepare and roll_back are only sorted by it
-    # Progress at the kill. save: files that exist; start: files opened; roll_back: steps repeated.
-    part: int = 0
+    step: int = 0  # least steps done; only orders the kills at startup, prepare and roll_back
+    # At the kill: files that a save has written, files opened at startup, steps repeated.
+    progress: int = 0
     after: float = 0.0  # seconds between the moment and the kill
 
 
@@ -39,8 +39,8 @@ class Plan:
 
     fault: Fault | None = None  # how the start is killed; None: it is not
     journal: str = ""  # path of the journal to append to; "" for none
-    start: int = 0  # number of this start among those that share the journal
-    not_finite: tuple[int, ...] = ()  # steps whose loss the child makes not finite
+    start_number: int = 0  # of this start among those that share the journal
+    nonfinite_steps: tuple[int, ...] = ()  # steps whose loss the child makes NaN
 
     def to_json(self) -> str:
         """Returns the plan as `from_json` reads it."""
@@ -55,7 +55,7 @@ class Plan:
 
 
 def files_below(folder: pathlib.Path) -> int:
-    """Counts files of a folder that another process changes meanwhile: the progress of a save."""
+    """Counts the files below a folder, which a save may be writing; 0 if the folder vanishes."""
     with contextlib.suppress(OSError):
         return sum(path.is_file() for path in folder.rglob("*"))
     return 0

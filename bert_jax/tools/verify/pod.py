@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, TextIO
 
 from bert_jax import errors, system
-from bert_jax.config import code as code_lib
+from bert_jax.config import code as custom_code
 from bert_jax.errors import InputError
 
 # Seconds in which the other processes may end by themselves after one has failed.
@@ -37,7 +37,7 @@ class PodResult(NamedTuple):
     # 0: all have finished; 75: stopped on request; else the exit code of the first process that
     # failed, or 128 plus the signal's number if a signal killed it.
     code: int
-    stop_requested: bool  # whether the pod as a whole was asked to stop
+    stop_requested: bool  # whether this process received SIGTERM or SIGINT
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ def run(
       hang_after: seconds without a step after which a process counts as hung and ends itself.
       slices: number of slices, groups of equally many processes; a late slice may join later.
     """
-    environment = os.environ | code_lib.environment() | _addresses(processes, slices)
+    environment = os.environ | custom_code.environment() | _addresses(processes, slices)
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
     environment |= {
@@ -135,7 +135,7 @@ def _addresses(processes: int, slices: int) -> dict[str, str]:
         address = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
     return {
         "JAX_COORDINATOR_ADDRESS": address,
-        # With several slices only a host: each coordinator takes the port of its own address.
+        # With several slices no port: each coordinator takes the port of its address above.
         "JAX_COORDINATOR_BIND_ADDRESS": address if slices == 1 else "127.0.0.1:",
         "JAX_NUM_PROCESSES": str(processes),
     }

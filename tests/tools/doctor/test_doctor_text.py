@@ -338,7 +338,7 @@ def test_hostile_text_is_shown_escaped(tmp_path):
 def test_of_much_text_a_sample_is_read_and_named(tmp_path, monkeypatch):
     control_characters(tmp_path / "text")
     size = sum(path.stat().st_size for path in (tmp_path / "text").iterdir())
-    monkeypatch.setattr(text, "_MOST", size // 2)
+    monkeypatch.setattr(text, "_MAX_CHARACTERS", size // 2)
     read = []
     add = characters.Characters.add
     monkeypatch.setattr(

@@ -11,12 +11,12 @@ from broken import fails
 from small_run import write_text
 
 from bert_jax import config
-from bert_jax.tools.verify import compare, resume
+from bert_jax.tools.verify import compare, kills
 from bert_jax.tools.verify.compare import Execution, Journal
 from bert_jax.tools.verify.faults import Fault, Plan
-from bert_jax.tools.verify.resume import ChildResult, ResumedRun, Round, Undisturbed
+from bert_jax.tools.verify.kills import ChildResult, ResumedRun, Round, Undisturbed
 
-KINDS = tuple(resume.KINDS)
+KINDS = tuple(kills.KINDS)
 
 
 def planned(steps=20, size=2):
@@ -28,20 +28,20 @@ UNDISTURBED = Undisturbed(
     saves=(30, 60, 90, 100),
     evaluations=(50, 100),
     saved_files=9,
-    not_finite=range(42, 45),
+    nonfinite_steps=range(42, 45),
     rolled_back=(45, 30),
     step_seconds=0.1,
     evaluation_seconds=0.4,
     prepare_seconds=2.0,
-    planned={},
+    executions={},
 )
 # Twenty steps of two rows, saved at every fourth.
 SHORT = dataclasses.replace(
     UNDISTURBED,
     saves=(4, 8, 12, 16, 20),
-    not_finite=range(0),
+    nonfinite_steps=range(0),
     rolled_back=None,
-    planned=planned(),
+    executions=planned(),
 )
 
 
@@ -55,32 +55,32 @@ def experiment(tmp_path):
 
 def test_each_kind_comes_as_often_as_any_other():
     for count in (1, 6, 100, 103):
-        times = collections.Counter(one.kind for one in resume.draw(UNDISTURBED, count, seed=3))
+        times = collections.Counter(one.kind for one in kills.draw(UNDISTURBED, count, seed=3))
         assert sum(times.values()) == count and len(times) == min(count, len(KINDS))
         assert max(times.values()) - min(times.values()) <= 1
     whole = dataclasses.replace(UNDISTURBED, rolled_back=None)
-    times = collections.Counter(one.kind for one in resume.draw(whole, 60, seed=0))
+    times = collections.Counter(one.kind for one in kills.draw(whole, 60, seed=0))
     assert set(times.values()) == {12} and "at a roll-back" not in times
 
 
 def test_a_draw_is_a_function_of_its_seed():
-    drawn = resume.draw(UNDISTURBED, 40, seed=3)
-    assert drawn == resume.draw(UNDISTURBED, 40, seed=3) != resume.draw(UNDISTURBED, 40, seed=4)
+    drawn = kills.draw(UNDISTURBED, 40, seed=3)
+    assert drawn == kills.draw(UNDISTURBED, 40, seed=3) != kills.draw(UNDISTURBED, 40, seed=4)
 
 
 def test_kills_come_where_their_kind_has_a_place():
     places, parts = collections.defaultdict(set), collections.defaultdict(set)
-    drawn = resume.draw(UNDISTURBED, 2000, seed=0)
+    drawn = kills.draw(UNDISTURBED, 2000, seed=0)
     for one in drawn:
         places[one.kind].add(one.fault.step)
-        parts[one.fault.at].add(one.fault.part)
+        parts[one.fault.at].add(one.fault.progress)
         if one.fault.signal == signal.SIGTERM:  # it would find the last step done
             assert one.fault.step <= 98
         if one.fault.at == "save" and one.fault.step == 100:
-            assert one.fault.part == 0
+            assert one.fault.progress == 0
     assert places["in a save"] == {30, 60, 90, 100}
     assert len(places["in a step"]) > 80 and len(places["SIGTERM"]) > 80
-    assert parts["start"] == {0, 1, 2, 3}
+    assert parts["startup"] == {0, 1, 2, 3}
     assert parts["save"] == set(range(11))
     assert parts["roll_back"] == set(range(30)), "up to the save of step 60"
     steps = [one.fault.step for one in drawn if one.kind != "in prepare"]
@@ -90,11 +90,11 @@ def test_kills_come_where_their_kind_has_a_place():
 
 def test_steps_without_a_loss_lie_after_the_first_save(experiment):
     three = config.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
-    found = {resume.draw_nonfinite_steps(three, seed) for seed in range(100)}
+    found = {kills.draw_nonfinite_steps(three, seed) for seed in range(100)}
     assert {len(steps) for steps in found} == {3}
     assert {steps.start for steps in found} == set(range(5, 18))
     for setting in ("optimizer.after_bad_steps=stop", "optimizer.bad_steps_in_a_row=16"):
-        assert not resume.draw_nonfinite_steps(config.override(experiment, [setting]), 0)
+        assert not kills.draw_nonfinite_steps(config.override(experiment, [setting]), 0)
 
 
 # --- journals -----------------------------------------------------------------------------------
@@ -128,16 +128,16 @@ class Script:
         first, last, saved, code, add = next(self.starts)
         with open(plan.journal, "a") as file:
             for step in range(first, last):
-                one = note(step, [2 * step, 2 * step + 1], plan.start, add=add)
+                one = note(step, [2 * step, 2 * step + 1], plan.start_number, add=add)
                 file.write(json.dumps(one) + "\n")
             if plan.fault:
                 if self.went_back:
-                    back = {"kind": "rolled_back", "start": plan.start}
+                    back = {"kind": "rolled_back", "start": plan.start_number}
                     file.write(
                         json.dumps(back | dict(zip(("done", "to"), self.went_back, strict=True)))
                         + "\n"
                     )
-                killed = {"kind": "killed", "start": plan.start}
+                killed = {"kind": "killed", "start": plan.start_number}
                 killed["done"] = last - (plan.fault.signal == signal.SIGTERM)
                 file.write(json.dumps(killed) + "\n")
         for step in saved:
@@ -160,17 +160,17 @@ def test_a_run_that_goes_on_as_it_should_shows_nothing(tmp_path):
     assert run.kill(KILL).differences == []
     assert run.kill(STOP).differences == []
     assert run.finish() == []
-    assert resume.newest_checkpoint(tmp_path / "killed") == 20
+    assert kills.newest_checkpoint(tmp_path / "killed") == 20
 
 
 @pytest.mark.parametrize(
     ("starts", "words"),
     [
-        ([(0, 9, [4], 1, 0)], "was to end with exit code -9 and ended with exit code 1: the last"),
+        ([(0, 9, [4], 1, 0)], "was to end with exit code -9, but ended with exit code 1: the last"),
         ([(0, 13, [4], -9, 0), (4, 20, [], 0, 0)], "the newest checkpoint is of step 4, not of 8"),
         ([(0, 9, [8], -9, 0), (9, 20, [], 0, 0)], "resumed from step 9, but the newest checkpoint"),
-        ([(0, 9, [4], -9, 0), (4, 20, [], 0, 1)], "16 steps saw another batch, the first is step"),
-        ([(0, 9, [4], -9, 0), (4, 20, [], 1, 0)], "was to finish and ended with exit code 1"),
+        ([(0, 9, [4], -9, 0), (4, 20, [], 0, 1)], "16 steps had another batch, the first is step"),
+        ([(0, 9, [4], -9, 0), (4, 20, [], 1, 0)], "was to finish, but ended with exit code 1"),
     ],
 )  # fmt: skip
 def test_what_a_kill_may_not_do_is_said(starts, words, tmp_path):
@@ -187,7 +187,7 @@ def test_a_stop_that_saves_nothing_is_said(tmp_path):
     assert run.kill(STOP).differences == []
     assert run.finish() == ["the newest checkpoint is of step 8, not of 10"]
     assert killed_run(tmp_path, (0, 10, [], -15, 0)).kill(STOP).differences[-1].startswith(
-        "was to end with exit code 75 and ended with exit code -15"
+        "was to end with exit code 75, but ended with exit code -15"
     )  # fmt: skip
 
 
@@ -195,9 +195,9 @@ def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
     """Steps 9 to 11 have none, and the undisturbed run went back over them at 13."""
 
     def least(fault, done, went_back=None):
-        undisturbed = dataclasses.replace(SHORT, not_finite=range(9, 12), rolled_back=(13, 8))
+        undisturbed = dataclasses.replace(SHORT, nonfinite_steps=range(9, 12), rolled_back=(13, 8))
         run = ResumedRun(Script(), tmp_path / "killed", undisturbed)
-        return run._least_saved(fault, done, went_back)
+        return run._min_checkpoint(fault, done, went_back)
 
     kill, stop = KILL.fault, STOP.fault
     assert least(kill, 9) == 4 and least(stop, 8) == 9
@@ -211,8 +211,8 @@ def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
 def test_a_run_that_ends_before_its_death_is_no_kill(tmp_path):
     run = killed_run(tmp_path, (0, 20, [20], 0, 0))
     late = Round("in a save", Fault("save", step=20))
-    run._children.run = lambda command, workdir, plan, **_: Script((0, 20, [20], 0, 0)).run(
-        command, workdir, Plan(None, plan.journal, plan.start)
+    run._launcher.run = lambda command, workdir, plan, **_: Script((0, 20, [20], 0, 0)).run(
+        command, workdir, Plan(None, plan.journal, plan.start_number)
     )
     killed = run.kill(late)
     assert killed.done is None and killed.differences == []
@@ -227,11 +227,9 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
     whole = planned(10) | {s + 10: e for s, e in planned(10).items()}
     assert compare.rows("x", experiment, whole).differences == []
     (found,) = compare.rows("x", experiment, whole | {3: whole[4]}).differences
-    assert found.startswith("phase 0: of 20 rows 2 were not seen and 2 more than once; 0 are not")
+    assert found.startswith("phase 0: of 20 rows 2 were not seen and 2 more than once; 0 were not")
     found = compare.rows("x", experiment, {s: e for s, e in whole.items() if s != 19}).differences
-    assert found == [
-        "phase 1: of 20 rows 2 were not seen and 0 more than once; 0 are not of the plan"
-    ]
+    assert found == ["phase 1: of 20 rows 2 were not seen and 0 more than once; 0 were not planned"]
 
 
 # --- what is refused ----------------------------------------------------------------------------

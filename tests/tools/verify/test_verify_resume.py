@@ -17,10 +17,10 @@ from etils import epath
 from small_run import OBJECTIVES, pretrain, run_bert_jax, saves_in, settings, write_text
 
 from bert_jax import config
-from bert_jax.tools.verify import compare, resume
+from bert_jax.tools.verify import compare, kills
 
 HERE = pathlib.Path(__file__).parent
-KINDS = tuple(resume.KINDS)
+KINDS = tuple(kills.KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_changed_line_is_named(name, alike, tmp_path):
     changed = [*lines[:2], lines[2].replace("0.", "0.0", 1), *lines[3:]]
     for text, where in ((changed, 3), (lines[:-1], len(lines)), ([*lines, "{}\n"], len(lines) + 1)):
         (tmp_path / name).write_text("".join(text))
-        (line,) = compare.texts(name, tmp_path, alike / "undisturbed").differences
+        (line,) = compare.json_lines(name, tmp_path, alike / "undisturbed").differences
         assert line.startswith(f"{name}:{where} differs: ")
 
 
@@ -148,11 +148,11 @@ def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch):
     for name, value in settings(1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
-    monkeypatch.setattr(resume, "CHILD", "one_step_on")
+    monkeypatch.setattr(kills, "CHILD", "one_step_on")
     words = f"verify-resume {write_text(tmp_path)} --workdir {tmp_path}/v --rounds 1"
     code, printed, _ = asked(f"{words} --set optimizer.bad_steps_in_a_row=3")
     assert code == 1, printed
-    assert "steps saw another batch, the first is step " in printed
+    assert "steps had another batch, the first is step " in printed
     assert "killed: resumed to its end" in printed
     assert not printed.splitlines()[-1].endswith(" 0 differences")
 

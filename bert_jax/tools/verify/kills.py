@@ -15,7 +15,7 @@ from typing import Literal
 
 from bert_jax import errors
 from bert_jax.config import Experiment
-from bert_jax.config import code as code_lib
+from bert_jax.config import code as custom_code
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tools.verify import compare
@@ -29,14 +29,14 @@ HUNG = "hung"
 _TAIL_LINES = 5
 
 # A start is killed before it opens metrics, timings or predictions, or before the first step.
-_START_PARTS = 4
-# A kill in `prepare` comes in this first share of its duration, so never after its end.
+_STARTUP_MOMENTS = 4
+# A kill in `prepare` comes within this share of its duration, so never after its end.
 _LATEST_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A planned kill."""
+    """A round of the command: a planned kill."""
 
     kind: str  # one of KINDS
     fault: Fault
@@ -44,18 +44,18 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Undisturbed:
-    """The run without a kill: the moments at which kills can come, and the batch of each step."""
+    """The run without a kill: when kills of other runs can come, and the batch of each step."""
 
     saves: tuple[int, ...]  # steps after which the run saves; the last is the run's end
     evaluations: tuple[int, ...]  # steps after which the run evaluates
     saved_files: int  # files of a checkpoint
-    not_finite: range  # consecutive steps whose loss is made not finite, in all runs alike
+    nonfinite_steps: range  # consecutive steps whose loss is made NaN, in all runs alike
     # (steps done before the roll-back, steps done at the checkpoint); None without a roll-back.
     rolled_back: tuple[int, int] | None
     step_seconds: float  # median time of a step
     evaluation_seconds: float  # median time of an evaluation
     prepare_seconds: float  # time of making the corpus
-    planned: dict[int, Execution]  # {step: its execution in this run}
+    executions: dict[int, Execution]  # {step: its execution in this run}
 
     @property
     def total(self) -> int:
@@ -64,7 +64,7 @@ class Undisturbed:
 
     @classmethod
     def of(
-        cls, experiment: Experiment, root: pathlib.Path, journal: Journal, not_finite: range
+        cls, experiment: Experiment, root: pathlib.Path, journal: Journal, nonfinite_steps: range
     ) -> "Undisturbed":
         """Reads the workdir of a finished run, and its journal."""
         total, run, workdir = experiment.total_steps, experiment.run, Workdir(root)
@@ -72,26 +72,26 @@ class Undisturbed:
         train_lines = [line for line in timings if line["kind"] == "train" and line["steps"]]
         evaluation_seconds = [x["evaluation_seconds"] for x in timings if "evaluation_seconds" in x]
         return cls(
-            (*range(run.checkpoint_every, total, run.checkpoint_every), total),
-            (*range(run.eval_every, total, run.eval_every), total),
-            files_below(root / "checkpoints" / str(total)),
-            not_finite,
-            next(iter(journal.rolled_back.values()), None),
-            statistics.median(line["seconds"] / line["steps"] for line in train_lines),
-            statistics.median(evaluation_seconds),
-            max(line.get("prepare_seconds", 0.0) for line in timings),
-            journal.survivors(),
+            saves=(*range(run.checkpoint_every, total, run.checkpoint_every), total),
+            evaluations=(*range(run.eval_every, total, run.eval_every), total),
+            saved_files=files_below(root / "checkpoints" / str(total)),
+            nonfinite_steps=nonfinite_steps,
+            rolled_back=next(iter(journal.rolled_back.values()), None),
+            step_seconds=statistics.median(line["seconds"] / line["steps"] for line in train_lines),
+            evaluation_seconds=statistics.median(evaluation_seconds),
+            prepare_seconds=max(line.get("prepare_seconds", 0.0) for line in timings),
+            executions=journal.survivors(),
         )
 
 
 def draw_nonfinite_steps(experiment: Experiment, seed: int) -> range:
-    """Draws steps whose loss is made not finite, so that every run rolls back.
+    """Draws steps whose loss is made NaN, so that every run rolls back.
 
     Returns `optimizer.bad_steps_in_a_row` consecutive steps between the first save and the end; no
     steps if the run is too short, or would stop instead of rolling back.
     """
     optimizer, every = experiment.optimizer, experiment.run.checkpoint_every
-    # Not right after a save, and early enough to be noticed before the end.
+    # After the step that follows the first save, and early enough to be noticed before the end.
     first, last = every + 1, experiment.total_steps - optimizer.bad_steps_in_a_row - 2
     if first > last or optimizer.after_bad_steps == "stop":
         return range(0)
@@ -114,25 +114,25 @@ def _draw_step_fault(run: Undisturbed, rng: random.Random) -> Fault:
 
 
 def _draw_save_fault(run: Undisturbed, rng: random.Random) -> Fault:
-    # With `part` above the number of files the save is complete; after the last one the run ends.
+    # With more `progress` than files, the save is complete. The last save is killed at once.
     step = rng.choice(run.saves)
-    parts = run.saved_files + 2 if step < run.total else 1
-    return Fault("save", step=step, part=rng.randrange(parts))
+    most = run.saved_files + 2 if step < run.total else 1
+    return Fault("save", step=step, progress=rng.randrange(most))
 
 
-def _draw_evaluation_or_start_fault(run: Undisturbed, rng: random.Random) -> Fault:
+def _draw_evaluation_or_startup_fault(run: Undisturbed, rng: random.Random) -> Fault:
     if rng.random() < 0.5:
         after = rng.random() * run.evaluation_seconds
         return Fault("evaluation", step=rng.choice(run.evaluations), after=after)
-    part = rng.randrange(_START_PARTS)
-    return Fault("start", step=rng.randrange(run.total), part=part)  # `step` only sorts
+    progress = rng.randrange(_STARTUP_MOMENTS)
+    return Fault("startup", step=rng.randrange(run.total), progress=progress)
 
 
 def _draw_roll_back_fault(run: Undisturbed, rng: random.Random) -> Fault:
     assert run.rolled_back is not None  # otherwise `draw` draws no kill of this kind
     done, restored = run.rolled_back
     redone = min(save for save in run.saves if save > restored) - restored
-    return Fault("roll_back", step=done, part=rng.randrange(redone))
+    return Fault("roll_back", step=done, progress=rng.randrange(redone))
 
 
 # {kind of kill: function that draws the fault}.
@@ -141,7 +141,7 @@ KINDS: dict[str, Callable[[Undisturbed, random.Random], Fault]] = {
     # Not in the last step, after which a request to stop has no effect.
     "SIGTERM": lambda run, rng: Fault("step", signal.SIGTERM, rng.randrange(run.total - 1)),
     "in a save": _draw_save_fault,
-    "in an evaluation or a start": _draw_evaluation_or_start_fault,
+    "in an evaluation or a start": _draw_evaluation_or_startup_fault,
     "at a roll-back": _draw_roll_back_fault,
     "in prepare": lambda run, rng: Fault(
         "prepare", after=rng.random() * _LATEST_SHARE * run.prepare_seconds
@@ -159,7 +159,8 @@ class ChildResult:
     tail: tuple[str, ...]  # last lines of the output
 
     def __str__(self) -> str:
-        return f"ended with exit code {self.code}: {'; '.join(self.tail) or 'no output'}"
+        end = self.code if self.code == HUNG else f"ended with exit code {self.code}"
+        return f"{end}: {'; '.join(self.tail) or 'no output'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Launcher:
             log_start = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", CHILD, plan.to_json(), *arguments],
-                env=os.environ | code_lib.environment() | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | custom_code.environment() | {"PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -210,7 +211,7 @@ class Launcher:
 
 @dataclasses.dataclass
 class Attempt:
-    """An attempt to kill a run, or its last start, which is not killed."""
+    """One start of a run or of `prepare`, which is usually killed."""
 
     result: ChildResult  # how the process ended
     restored: int | None  # newest checkpoint's step when it was started; None for `prepare`
@@ -223,41 +224,41 @@ class ResumedRun:
 
     def __init__(self, launcher: Launcher, workdir: pathlib.Path, undisturbed: Undisturbed):
         self.workdir, self.journal = workdir, workdir.with_name(workdir.name + ".journal")
-        self._children, self._undisturbed = launcher, undisturbed
+        self._launcher, self._undisturbed = launcher, undisturbed
         self._starts = 0
-        self._least = 0  # the next start must resume from this step or a later one
-        self.is_complete = False  # whether the run reached its end before a kill, as expected
+        self._min_step = 0  # the next start must resume from this step or a later one
+        self.is_complete = False  # whether the run ended before its kill, without a difference
 
     def kill(self, round_: Round) -> Attempt:
         """Starts the run, and kills it as the round says."""
-        killed, rolled_back = self._start(round_.fault)
-        result = killed.result
-        if killed.done is None:
+        attempt, rolled_back = self._start(round_.fault)
+        result = attempt.result
+        if attempt.done is None:
             if result.code != errors.FINISHED:
-                killed.differences.append(f"was to be killed and {result}")
-            self.is_complete = not killed.differences
-            return killed
-        self._least = self._least_saved(round_.fault, killed.done, rolled_back)
-        expected = {errors.STOPPED if round_.fault.signal == signal.SIGTERM else -signal.SIGKILL}
-        if errors.STOPPED in expected and killed.done + 1 == self._undisturbed.total:
-            expected.add(errors.FINISHED)  # a request to stop has no effect in the last step
-        if result.code not in expected:
-            killed.differences.append(f"was to end with exit code {max(expected)} and {result}")
-        return killed
+                attempt.differences.append(f"was to be killed, but {result}")
+            self.is_complete = not attempt.differences
+            return attempt
+        self._min_step = self._min_checkpoint(round_.fault, attempt.done, rolled_back)
+        wanted = errors.STOPPED if round_.fault.signal == signal.SIGTERM else -signal.SIGKILL
+        # A request to stop has no effect in the last step.
+        may_finish = wanted == errors.STOPPED and attempt.done + 1 == self._undisturbed.total
+        if result.code != wanted and not (may_finish and result.code == errors.FINISHED):
+            attempt.differences.append(f"was to end with exit code {wanted}, but {result}")
+        return attempt
 
     def finish(self) -> list[str]:
         """Starts the run once more, to its end; returns differences from what is expected."""
-        killed, _ = self._start(None)
-        if killed.result.code != errors.FINISHED:
-            killed.differences.append(f"was to finish and {killed.result}")
-        return killed.differences
+        attempt, _ = self._start(None)
+        if attempt.result.code != errors.FINISHED:
+            attempt.differences.append(f"was to finish, but {attempt.result}")
+        return attempt.differences
 
     def _start(self, fault: Fault | None) -> tuple[Attempt, tuple[int, int] | None]:
-        """Returns the result of a start, and its roll-back (see `Journal.rolled_back`)."""
+        """Starts the run with a fault; returns the attempt, and its roll-back as in `Journal`."""
         self._starts += 1
-        saved, not_finite = newest_checkpoint(self.workdir), tuple(self._undisturbed.not_finite)
-        plan = Plan(fault, str(self.journal), self._starts, not_finite=not_finite)
-        result = self._children.run("pretrain", self.workdir, plan)
+        saved, bad_steps = newest_checkpoint(self.workdir), self._undisturbed.nonfinite_steps
+        plan = Plan(fault, str(self.journal), self._starts, nonfinite_steps=tuple(bad_steps))
+        result = self._launcher.run("pretrain", self.workdir, plan)
         journal = Journal.read(self.journal)
         done = journal.killed.get(self._starts)
         done = None if done is None else max(done, saved)  # a kill may precede the first step
@@ -267,8 +268,8 @@ class ResumedRun:
     def _check_steps(self, executions: list[Execution], saved: int) -> list[str]:
         """Checks that a start resumed from the newest checkpoint, with the planned batches."""
         differences = []
-        if saved < self._least:
-            differences.append(f"the newest checkpoint is of step {saved}, not of {self._least}")
+        if saved < self._min_step:
+            differences.append(f"the newest checkpoint is of step {saved}, not of {self._min_step}")
         steps = [e.step for e in executions]
         if steps and steps[0] != saved:
             message = f"resumed from step {steps[0]}, but the newest checkpoint is of {saved}"
@@ -276,19 +277,19 @@ class ResumedRun:
         for before, after in itertools.pairwise(steps):
             if after > before + 1:
                 differences.append(f"step {after} came after step {before}")
-        return differences + compare.batches(executions, self._undisturbed.planned)
+        return differences + compare.batches(executions, self._undisturbed.executions)
 
-    def _least_saved(self, fault: Fault, done: int, rolled_back: tuple[int, int] | None) -> int:
+    def _min_checkpoint(self, fault: Fault, done: int, rolled_back: tuple[int, int] | None) -> int:
         """Returns the lowest step that the newest checkpoint may have after a kill."""
-        run, least, saves_at_end = self._undisturbed, self._least, fault.signal == signal.SIGTERM
-        # Numbers of steps done, from the first bad step to the one after which the run must have
-        # rolled back: nothing is saved, unless the run has rolled back before.
-        unsaved = range(run.not_finite.start + 1, run.rolled_back[0] + 2 if run.rolled_back else 0)
+        run, saves_at_end = self._undisturbed, fault.signal == signal.SIGTERM
         reached = done + saves_at_end  # SIGTERM comes before a step, which is still done
-        if rolled_back is not None:
-            least = rolled_back[1]  # the roll-back deleted newer checkpoints
-        elif reached in unsaved:
-            reached, saves_at_end = run.not_finite.start, False
+        least = rolled_back[1] if rolled_back else self._min_step  # roll-backs delete newer ones
+        # With these numbers of steps done, a run without a roll-back saves nothing: from the first
+        # bad step on, until it has rolled back, up to one step later than the undisturbed run.
+        bad = run.nonfinite_steps.start
+        unsaved = range(bad + 1, run.rolled_back[0] + 2 if run.rolled_back else 0)
+        if rolled_back is None and reached in unsaved:
+            reached, saves_at_end = bad, False
         if saves_at_end:
             return max(least, reached)
         # A save waits for the save before it, so a kill loses at most the one in progress. The last
