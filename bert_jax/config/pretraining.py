@@ -211,6 +211,8 @@ class Run(Section, role="placement", label="run"):
     keep_best: Count = 1
     # Checkpoints of steps divisible by this are also kept; 0: none.
     keep_every: Count = 0
+    # Steps after which a checkpoint is saved and kept besides all others, for example 81,162,810.
+    keep_steps: tuple[int, ...] = ()
     # If a checkpoint does not fit on the disk: the run ends (stop), or trains on and tries again
     # later (go_on). A run in several processes always ends.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"

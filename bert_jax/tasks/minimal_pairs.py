@@ -22,6 +22,7 @@ from bert_jax.errors import InputError, excerpt, prefix_errors
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adaptation import ModelRunner, require_finite
 from bert_jax.tasks.examples import MinimalPair
@@ -193,6 +194,15 @@ class MinimalPairsProbe:
             "fields": _accuracy_by_name(right, fields) if fields else {},
             "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.examples]),
         }
+
+
+def require_masked_lm_head(trained: LoadedModel) -> None:
+    """Raises InputError if the head that texts are scored with is not trained."""
+    if any(part.startswith("masked_lm") for part in (*trained.fresh, *trained.idle)):
+        raise InputError(
+            f"{trained.name}: its masked LM head is untrained, and likelihoods of texts need it; "
+            "import weights with it"
+        )
 
 
 def score_lines(name: str, results: dict[str, Any]) -> Iterator[str]:
