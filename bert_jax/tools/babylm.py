@@ -7,12 +7,11 @@ tasks, else the words after the context. Among equally likely texts the first is
 these files is the right one.
 """
 
-import collections
 import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +51,7 @@ TASKS = (
     ("comps", "", "comps"),
 )
 _FORMAT_VERSION = 1
+Report = Callable[[str], None]
 
 
 # --- words seen -----------------------------------------------------------------------------------
@@ -144,9 +144,13 @@ def _read_item(task: str, stem: str, record: dict[str, Any], location: str) -> I
         texts = [context + target for target in targets]
         return Item(location, domain, texts, [len(context)] * 2, targets)
     if task == "entity_tracking":
-        (prefix,), options = fields("input_prefix"), require_field(record, "options", list, location)
+        (prefix,) = fields("input_prefix")
+        options = [
+            require_text(option, "an option", location)
+            for option in require_field(record, "options", list, location)
+        ]
         subtask = f"{stem}_{require_field(record, 'numops', int, location)}_ops"
-        texts = [prefix + require_text(option, "an option", location) for option in options]
+        texts = [prefix + option for option in options]
         return Item(location, subtask, texts, [len(prefix)] * len(texts), options)
     if task == "comps":
         *prefixes, phrase = fields("prefix_acceptable", "prefix_unacceptable", "property_phrase")
@@ -163,7 +167,12 @@ class TaskFiles:
 
     def __init__(self, task: str, folder: epath.Path, runner: ModelRunner):
         self.task, self._folder = task, folder
-        self.items = list(self._read())
+        self.items = list[Item]()
+        for path in sorted(folder.glob("*.jsonl")):
+            lines = (line for _, line in line_reader.read_file(str(path)))
+            for record in records.parse("jsonl", lines, str(path)):
+                values = dict(zip(record.names, record.values, strict=True))
+                self.items.append(_read_item(task, path.stem, values, record.location))
         if not self.items:
             raise InputError(f"{folder}: no .jsonl file with items")
         self._likelihoods = TextLikelihoods(runner, runner.model.max_position_embeddings)
@@ -176,18 +185,11 @@ class TaskFiles:
         ]
         self._likelihoods.prepare()
 
-    def _read(self) -> Iterator[Item]:
-        for path in sorted(self._folder.glob("*.jsonl")):
-            lines = (line for _, line in line_reader.read_file(str(path)))
-            for record in records.parse("jsonl", lines, str(path)):
-                values = dict(zip(record.names, record.values, strict=True))
-                yield _read_item(self.task, path.stem, values, record.location)
-
     def evaluate(self, params: Any) -> tuple[dict[str, Any], dict[str, float]]:
         """Returns the predictions by subtask, and the scores in percent.
 
         Scores are accuracies by subtask, or for wug tasks the Spearman correlation of probabilities
-        with people's choices; and their `average`, which for entity tracking is that of files.
+        with people's choices; and their mean, `average`.
         """
         log_likelihoods = self._likelihoods.log_likelihoods(params)
         require_finite(str(self._folder), [log_likelihoods])
@@ -195,7 +197,8 @@ class TaskFiles:
         for item, texts in zip(self.items, self._texts, strict=True):
             values = log_likelihoods[texts]
             chosen, previous = int(values.argmax()), predictions.setdefault(item.subtask, [])
-            prediction = {"id": f"{item.subtask}_{len(previous)}", "pred": item.predictions[chosen]}
+            prediction: dict[str, Any] = {"id": f"{item.subtask}_{len(previous)}"}
+            prediction["pred"] = item.predictions[chosen]
             if is_wug:
                 prediction["prob"] = float(np.exp(values[0] - np.logaddexp.reduce(values)))
             previous.append(prediction)
@@ -206,11 +209,7 @@ class TaskFiles:
             results = {self.task: 100 * scores.score("spearman", ratios, probabilities)}
         else:
             results = {name: 100 * float(np.mean(values)) for name, values in right.items()}
-        groups = collections.defaultdict[str, list[float]](list)
-        for name, value in results.items():
-            is_entity = self.task == "entity_tracking"  # whose subtasks are STEM_NUMBER_ops
-            groups[name.rsplit("_", 2)[0] if is_entity else name].append(value)
-        average = float(np.mean([np.mean(values) for values in groups.values()]))
+        average = float(np.mean(list(results.values())))
         wrapped = {name: {"predictions": values} for name, values in predictions.items()}
         return wrapped, {"average": average, **results}
 
@@ -222,11 +221,11 @@ class Evaluation:
     them, and scores.json next to it, with the checksum of the checkpoint.
     """
 
-    def __init__(self, run: Workdir, data: epath.Path, out: epath.Path, report: Callable[..., None]):
+    def __init__(self, run: Workdir, data: epath.Path, out: epath.Path, report: Report):
         self._run, self._data, self._out, self._report = run, data, out, report
         self._experiment = workdir.load_experiment(run)
         self._mesh = mesh_lib.make_mesh(Parallelism())
-        self._files: dict[tuple[Model, str], TaskFiles] = {}  # by model and name of the folder
+        self._files: dict[tuple[Model, epath.Path], TaskFiles] = {}
         folders = [f"fast_eval/{fast}" for _, fast, _ in TASKS if fast]
         folders += [f"full_eval/{full}" for _, _, full in TASKS]
         missing = [name for name in folders if not (data / name).exists()]
@@ -274,7 +273,7 @@ class Evaluation:
 
     def _prepare(self, task: str, folder: epath.Path, trained: LoadedModel) -> TaskFiles:
         """Returns the tokenized items of a folder, the same ones for all checkpoints of a model."""
-        key = dataclasses.replace(trained.model, compute_dtype="float32"), folder.name
+        key = dataclasses.replace(trained.model, compute_dtype="float32"), folder
         if key not in self._files:
             shards = mesh_lib.batch_shards(self._mesh)
             size = -(-Run().eval_batch_size // shards) * shards
