@@ -1,5 +1,6 @@
 """BabyLM: predictions like those of its own pipeline, and checkpoints by the words seen."""
 
+import itertools
 import json
 import pathlib
 
@@ -21,7 +22,7 @@ from bert_jax.training import mesh as mesh_lib
 
 # What sentence_zero_shot.run of babylm-eval (commit 45fe2c11, transformers 5.24, backend mlm) wrote
 # for the files of `write_files`, with an export of the weights of conformance/files/hf_bert_tiny:
-# {folder: predictions}, and the averages of its reports.
+# {folder: predictions}, the averages of its reports, and the log-likelihoods by file that it had.
 PIPELINE = json.loads((pathlib.Path(__file__).parents[1] / "golden/babylm.json").read_text())
 
 # Token 17 is w17.
@@ -81,6 +82,10 @@ def draw_number(rng):
     return f"w{rng.integers(5, 1000)}"
 
 
+def wanted_likelihoods(path):
+    return [values for _, values in sorted(PIPELINE[path]["log_likelihoods"].items())]
+
+
 @pytest.mark.parametrize("path", PIPELINE)
 def test_predictions_are_those_of_the_pipeline(tmp_path, path):
     write_files(tmp_path, draw_number)
@@ -89,6 +94,10 @@ def test_predictions_are_those_of_the_pipeline(tmp_path, path):
     (task,) = (task for task, _, full in babylm.TASKS if path == f"full_eval/{full}")
     files = babylm.TaskFiles(task, epath.Path(tmp_path / path), runner)
     params = jax.device_put(golden.params(), mesh_lib.replicated(mesh))
+    found = files._likelihoods.log_likelihoods(params)
+    texts = zip(files._texts, itertools.chain(*wanted_likelihoods(path)), strict=True)
+    for indices, wanted in texts:
+        assert found[indices] == pytest.approx(wanted, rel=1e-5)
     predictions, scores = files.evaluate(params)
     wanted = PIPELINE[path]["predictions"]
     assert predictions.keys() == wanted.keys()
