@@ -230,7 +230,9 @@ class Evaluation:
         folders += [f"full_eval/{full}" for _, _, full in TASKS]
         missing = [name for name in folders if not (data / name).exists()]
         if missing == folders:
-            raise InputError(f"--data {data}: has none of {', '.join(folders)}")
+            raise InputError(
+                f"--data {data}: name the folder evaluation_data, with {folders[0]}, ..."
+            )
         if missing:
             report(f"babylm: not scored, since {data} does not have it: {', '.join(missing)}")
 

@@ -20,9 +20,9 @@ from bert_jax.tools import babylm
 from bert_jax.tools.conformance import golden
 from bert_jax.training import mesh as mesh_lib
 
-# What sentence_zero_shot.run of babylm-eval (commit 45fe2c11, transformers 5.24, backend mlm) wrote
-# for the files of `write_files`, with an export of the weights of conformance/files/hf_bert_tiny:
-# {folder: predictions}, the averages of its reports, and the log-likelihoods by file that it had.
+# Files like those of BabyLM with random words, and what sentence_zero_shot.run of babylm-eval
+# (commit 45fe2c11, transformers 5.24, backend mlm) computed for them, with an export of the weights
+# of conformance/files/hf_bert_tiny: predictions, log-likelihoods by file, the average it reported.
 PIPELINE = json.loads((pathlib.Path(__file__).parents[1] / "golden/babylm.json").read_text())
 
 # Token 17 is w17.
@@ -31,55 +31,14 @@ NUMBERED = WordPiece(
 )
 
 
-def write_files(data, word):
-    """Writes look-alike files of every task; `word(rng)` draws a word."""
-    rng = np.random.default_rng(0)
-
-    def words(least, most):
-        return " ".join(word(rng) for _ in range(rng.integers(least, most + 1)))
-
-    def pair():
-        return {"sentence_good": words(2, 6), "sentence_bad": words(2, 6)}
-
-    def ewok(domain):
-        labels = {"Domain": domain, "ContextType": "", "ContextDiff": "", "TargetDiff": ""}
-        contexts = {name: f"{words(2, 4)}." for name in ("Context1", "Context2")}
-        return labels | contexts | {n: f"{words(1, 3)}." for n in ("Target1", "Target2")}
-
-    def entity(numops):
-        options = [f" {words(1, 2)}." for _ in range(4)]
-        return {"input_prefix": words(3, 6), "options": options, "numops": numops}
-
-    def wug():
-        return {"sentences": f"{words(2, 4)}\t{words(2, 4)}", "ratio": float(rng.random())}
-
-    def comps():
-        prefixes = {f"prefix_{name}": words(1, 2) for name in ("acceptable", "unacceptable")}
-        return prefixes | {"property_phrase": words(1, 3)}
-
-    files = {}
-    for kind, ending in (("fast", "fast"), ("full", "filtered")):
-        folder, entities = f"{kind}_eval", "entity_tracking" + "_fast" * (kind == "fast")
-        for uid in ("agreement", "islands"):
-            labels = {"UID": uid, "field": "syntax", "linguistics_term": uid}
-            files[f"{folder}/blimp_{ending}/{uid}"] = [pair() | labels for _ in range(5)]
-        files[f"{folder}/supplement_{ending}/hypernym"] = [pair() for _ in range(5)]
-        for domain in ("social-relations", "spatial-relations"):
-            files[f"{folder}/ewok_{ending}/{domain}"] = [ewok(domain) for _ in range(5)]
-        for name in ("regular", "ambiref"):
-            files[f"{folder}/{entities}/{name}"] = [entity(i // 4) for i in range(8)]
-        for name in ("wug_adj_nominalization", "wug_past_tense"):
-            files[f"{folder}/{name}/{name}"] = [wug() for _ in range(6)]
-    for name in ("base", "wugs", "wugs_dist-before", "wugs_dist-in-between"):
-        files[f"full_eval/comps/comps_{name}"] = [comps() for _ in range(5)]
-    for name, items in files.items():
-        path = pathlib.Path(data) / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(item) + "\n" for item in items))
-
-
-def draw_number(rng):
-    return f"w{rng.integers(5, 1000)}"
+def write_files(data):
+    """Writes the files of each task, for the fast and for the full evaluation."""
+    for _, *names in babylm.TASKS:
+        for kind, name in zip(("fast", "full"), names, strict=True):
+            for stem, items in PIPELINE[f"full_eval/{names[1]}"]["files"].items() if name else ():
+                path = pathlib.Path(data, f"{kind}_eval", name, f"{stem}.jsonl")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
 def wanted_likelihoods(path):
@@ -88,7 +47,7 @@ def wanted_likelihoods(path):
 
 @pytest.mark.parametrize("path", PIPELINE)
 def test_predictions_are_those_of_the_pipeline(tmp_path, path):
-    write_files(tmp_path, draw_number)
+    write_files(tmp_path)
     mesh = mesh_lib.make_mesh(Parallelism())
     runner = ModelRunner(golden.CONFIG, NUMBERED, Parallelism(), mesh, 8)
     (task,) = (task for task, _, full in babylm.TASKS if path == f"full_eval/{full}")
@@ -141,7 +100,7 @@ def test_a_run_is_exported_and_scored_by_the_words_seen(tmp_path, monkeypatch):
     said(f"export --workdir run --as masked_lm --all-checkpoints {words} --out exports")
     assert {path.name for path in pathlib.Path("exports").iterdir()} == {*names, "main"}
 
-    write_files("data", lambda rng: f"w{rng.choice(list('abcdefghij'))}")
+    write_files("data")
     command = f"babylm --workdir run {words} --data data --name me/model.v1"
     out = said(command)
     for revision, kind in [*((name, 1) for name in names), ("main", 2)]:
