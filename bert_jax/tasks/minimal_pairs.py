@@ -57,13 +57,13 @@ class TextLikelihoods:
     def add_text(self, text: str, location: str, start: int = 0) -> int:
         """Adds a text if it is new; returns its index.
 
-        Only tokens of words that end after the character `start` are scored; the others are read.
+        Only tokens that end after the character `start` are scored; the others are read.
         """
         with prefix_errors(location):
             if start:
-                words = list(self._runner.tokenizer.words(text))
-                ids = tuple(i for _, _, word_ids in words for i in word_ids)
-                first = sum(len(word_ids) for _, end, word_ids in words if end <= start)
+                tokens = list(self._runner.tokenizer.token_ends(text))
+                ids = tuple(token_id for token_id, _ in tokens)
+                first = sum(end <= start for _, end in tokens)
             else:
                 ids, first = tuple(self._runner.tokenizer.encode(text)), 0
         if first == len(ids) or len(ids) > self._limit - 2:

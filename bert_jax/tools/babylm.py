@@ -156,7 +156,7 @@ def _read_item(task: str, stem: str, record: dict[str, Any], location: str) -> I
         *prefixes, phrase = fields("prefix_acceptable", "prefix_unacceptable", "property_phrase")
         texts = [f"{prefix} {phrase}" for prefix in prefixes]
         subtask = stem.removeprefix("comps_").replace("-", "_")
-        return Item(location, subtask, texts, [len(prefix) for prefix in prefixes], texts)
+        return Item(location, subtask, texts, [len(prefix) + 1 for prefix in prefixes], texts)
     texts = fields("sentences")[0].split("\t")  # the wug tasks
     ratio = parse_number(record.get("ratio"), "'ratio'", location)
     return Item(location, task, texts, [0] * len(texts), texts, ratio)
