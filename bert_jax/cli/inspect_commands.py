@@ -249,13 +249,7 @@ def words_seen(args: argparse.Namespace) -> int:
     "score a run on the zero-shot tasks of BabyLM; writes predictions; run again to resume",
     _WORDS,
     Argument("--data", metavar="FOLDER", help="BabyLM's folder evaluation_data", required=True),
-    Argument(
-        "--name",
-        metavar="NAME",
-        help="the hub repository of the exports: OWNER/MY-MODEL writes to OUT/MY-MODEL",
-        required=True,
-    ),
-    Argument("--out", metavar="OUT", help="folder of the predictions [results]", default="results"),
+    Argument("--out", metavar="FOLDER", help="folder of the predictions", required=True),
     shared.RUN_OR_BASE,
     shared.CUSTOM_CODE,
     shared.CACHE,
@@ -271,8 +265,7 @@ def babylm(args: argparse.Namespace) -> int:
     enable_compilation_cache()
     newest = Checkpoints(run.checkpoints).find_step("newest")
     checkpoints = checkpoints_by_name(run, args.words)
-    out = epath.Path(args.out) / epath.Path(args.name).stem  # as the pipeline names it
-    evaluation = Evaluation(run, epath.Path(args.data), out, print_now)
+    evaluation = Evaluation(run, epath.Path(args.data), epath.Path(args.out), print_now)
     for kind, steps in {"fast": checkpoints, "full": {"main": newest}}.items():
         rows = []
         for revision, step in steps.items():

@@ -88,17 +88,17 @@ def checkpoints_by_name(run: Workdir, words: int) -> dict[str, int]:
     newest, saved = checkpoints.find_step("newest"), checkpoints.steps
     experiment = workdir.load_experiment(run)
     corpus = run.with_corpus(experiment.run.corpus_dir).corpus
-    found = {}
+    steps = {}
     for name, step in steps_by_name(experiment, PreparedCorpus.open(corpus), words).items():
         nearest = min(saved, key=lambda other, step=step: abs(other - step))
         if abs(nearest - step) <= _TOLERANCE * step:
-            found[name] = nearest
+            steps[name] = nearest
         elif step < newest:
             raise InputError(
                 f"--words {words}: {run.checkpoints}: no checkpoint near step {step}, {name}; "
                 "train with the run.keep_steps that `bert-jax words-seen` prints"
             )
-    return found
+    return steps
 
 
 def _tokens_per_step(experiment: Experiment, prepared: PreparedCorpus, phase_index: int) -> float:
@@ -256,22 +256,18 @@ class Evaluation:
                 if record["checkpoint"] == checkpoint:
                     averages[name] = record["scores"]["average"]
                     continue
-            trained = trained or self._load(step)
+            trained = trained or LoadedModel.of(self._run, checkpoint=str(step))
+            require_masked_lm_head(trained)
             files = self._prepare(task, folder, trained)
             params = jax.device_put(trained.params, mesh_lib.replicated(self._mesh))
-            predictions, found = files.evaluate(params)
+            predictions, task_scores = files.evaluate(params)
             out.mkdir(parents=True, exist_ok=True)
             workdir.write_atomic(out / "predictions.json", json.dumps(predictions))
-            record = {"format_version": _FORMAT_VERSION, "checkpoint": checkpoint, "scores": found}
-            workdir.write_json(path, record)
-            averages[name] = found["average"]
-            self._report(f"babylm: {revision}, step {step}: {name} {found['average']:.2f}")
+            record = {"format_version": _FORMAT_VERSION, "checkpoint": checkpoint}
+            workdir.write_json(path, record | {"scores": task_scores})
+            averages[name] = task_scores["average"]
+            self._report(f"babylm: {revision}, step {step}: {name} {averages[name]:.2f}")
         return averages
-
-    def _load(self, step: int) -> LoadedModel:
-        trained = LoadedModel.of(self._run, checkpoint=str(step))
-        require_masked_lm_head(trained)
-        return trained
 
     def _prepare(self, task: str, folder: epath.Path, trained: LoadedModel) -> TaskFiles:
         """Returns the tokenized items of a folder, the same ones for all checkpoints of a model."""

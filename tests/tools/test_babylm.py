@@ -101,7 +101,7 @@ def test_a_run_is_exported_and_scored_by_the_words_seen(tmp_path, monkeypatch):
     assert {path.name for path in pathlib.Path("exports").iterdir()} == {*names, "main"}
 
     write_files("data")
-    command = f"babylm --workdir run {words} --data data --name me/model.v1"
+    command = f"babylm --workdir run {words} --data data --out results/model"
     out = said(command)
     for revision, kind in [*((name, 1) for name in names), ("main", 2)]:
         for task in babylm.TASKS:
