@@ -71,6 +71,7 @@ def test_predictions_are_those_of_the_pipeline(tmp_path, path):
     assert scores["average"] / percent == pytest.approx(average, abs=0.006)
 
 
+@pytest.mark.long
 def test_a_run_is_exported_and_scored_by_the_words_seen(tmp_path, monkeypatch):
     """As `words-seen` says, whose sample is compared with all batches of the run."""
     monkeypatch.chdir(tmp_path)
