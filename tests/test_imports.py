@@ -18,6 +18,7 @@ LAYERS = (
     *("data", "model", "training"),
     *("distributed", "checkpoints", "running", "embeddings", "pretraining", "tasks", "interop"),
     *("api", "serve", "tools.plan", "tools.doctor", "tools.layer_scores", "tools.report"),
+    "tools.babylm",
     *("tools.conformance", "tools.compare", "tools.benchmark", "tools.auto", "tools.verify"),
     *("launch", "cli"),
     "tools.verify.child",

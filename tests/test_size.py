@@ -38,8 +38,8 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_156,
-    "checkpoints": 1_224,
-    "cli": 2_405,
+    "checkpoints": 1_225,
+    "cli": 2_484,
     "config": 2_801,
     "data": 4_078,
     "distributed": 1_202,
@@ -49,13 +49,13 @@ ABOVE = {
     "pretraining": 1_237,
     "serve": 573,
     "storage": 2_119,
-    "tasks": 5_222,
-    "text": 3_257,
-    "tools": 8_808,
+    "tasks": 5_254,
+    "text": 3_265,
+    "tools": 9_088,
     "training": 2_407,
     "benchmarks": 3_298,
     "experiments": 1_841,
-    "tests": 40_026,
+    "tests": 40_163,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

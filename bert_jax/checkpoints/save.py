@@ -283,6 +283,7 @@ class _Retention:
         losses = {step: self.losses.get(step) for step in steps}
         evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
+        kept.update(run.keep_steps)
         if run.replay_every:
             # Also the newest checkpoint that a recompute check has passed: if the next check fails,
             # the run rolls back to it. A check at the newest step runs after the save.

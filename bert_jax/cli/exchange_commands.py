@@ -7,7 +7,7 @@ from etils import epath
 
 from bert_jax.cli import shared
 from bert_jax.cli.loading import load_model, open_run_or_base, print_now
-from bert_jax.cli.parsing import Argument, CommandTable, reject_flags
+from bert_jax.cli.parsing import Argument, CommandTable, integer, reject_flags
 from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
 from bert_jax.interop import hub
 from bert_jax.storage import copies
@@ -126,6 +126,13 @@ def _require_source(source: str) -> None:
         help="export each checkpoint of a run to FOLDER/step-N; --push uploads each to the branch "
         "step-N, and the newest also to main",
     ),
+    Argument(
+        "--words",
+        metavar="N",
+        help="with --all-checkpoints: the words of the run's text; exports the checkpoints that "
+        "BabyLM asks for as chck_1M, chck_2M, ... by the words seen, and the newest as main",
+        type=integer(1),
+    ),
     shared.RUN_OR_BASE,
     *shared.MODEL_ARGUMENTS,
 )
@@ -139,6 +146,7 @@ def export(args: argparse.Namespace) -> int:
         hub.require_login(args.push)
     run = open_run_or_base(args.workdir)
     if not args.all_checkpoints:
+        reject_flags(args, ("--words",), "requires --all-checkpoints")
         _export(run, args, out)
         _push(args, out, "main")
         return FINISHED
@@ -148,13 +156,21 @@ def export(args: argparse.Namespace) -> int:
     steps = sorted(Checkpoints(run.checkpoints).steps)
     if not steps:
         raise InputError(f"--all-checkpoints: requires a run; {args.workdir} has no checkpoints")
+    names = {f"step-{step}": step for step in steps}
+    newest = f"step-{steps[-1]}"
+    if args.words:
+        from bert_jax.tools import babylm
+
+        newest = "main"
+        names = babylm.checkpoints_by_name(run, args.words) | {newest: steps[-1]}
     with copies.new_folder(out) as folder:  # becomes `out` when it is complete
-        for step in steps:
+        for name, step in names.items():
             args.checkpoint = str(step)
-            _export(run, args, folder / f"step-{step}")
-    for step in steps:
-        _push(args, out / f"step-{step}", f"step-{step}")
-    _push(args, out / f"step-{steps[-1]}", "main")
+            _export(run, args, folder / name)
+    for name in names:
+        _push(args, out / name, name)
+    if newest != "main":
+        _push(args, out / newest, "main")
     return FINISHED
 
 

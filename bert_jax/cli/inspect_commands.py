@@ -213,6 +213,69 @@ def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}  {score:.4f}, majority baseline {majority:.4f}"
 
 
+_WORDS = Argument(
+    "--words",
+    metavar="N",
+    help="number of words of the whole text of the corpus, separated by white space (`wc -w`)",
+    type=integer(1),
+    required=True,
+)
+
+
+@COMMANDS.add(
+    "words-seen",
+    "print the steps after which a run has seen 1M, 2M, ... words, as BabyLM counts them",
+    _WORDS,
+    shared.OPTIONAL_EXPERIMENT,
+    shared.WORKDIR,
+    *shared.TRAINING_ARGUMENTS,
+)
+def words_seen(args: argparse.Namespace) -> int:
+    """Prints the steps after which a run has seen 1M, 2M, ... words."""
+    experiment, run = load_experiment_and_run(args)
+    require_corpus(run)
+    from bert_jax.pretraining.prepared_corpus import PreparedCorpus
+    from bert_jax.tools import babylm
+
+    steps = babylm.steps_by_name(experiment, PreparedCorpus.open(run.corpus), args.words)
+    for name, step in steps.items():
+        print(f"{name:10}  step {step}")
+    print("--set run.keep_steps=" + ",".join(str(step) for step in steps.values()))
+    return FINISHED
+
+
+@COMMANDS.add(
+    "babylm",
+    "score a run on the zero-shot tasks of BabyLM; writes predictions; run again to resume",
+    _WORDS,
+    Argument("--data", metavar="FOLDER", help="BabyLM's folder evaluation_data", required=True),
+    Argument("--out", metavar="FOLDER", help="folder of the predictions", required=True),
+    shared.RUN_OR_BASE,
+    shared.CUSTOM_CODE,
+    shared.CACHE,
+)
+def babylm(args: argparse.Namespace) -> int:
+    """Scores the checkpoints of a run on the zero-shot tasks of BabyLM."""
+    run = open_run_or_base(args.workdir)
+    from bert_jax.checkpoints.load import Checkpoints
+    from bert_jax.running.environment import enable_compilation_cache
+    from bert_jax.tools.babylm import Evaluation, checkpoints_by_name
+    from bert_jax.tools.report.render import PageTable
+
+    enable_compilation_cache()
+    newest = Checkpoints(run.checkpoints).find_step("newest")
+    checkpoints = checkpoints_by_name(run, args.words)
+    evaluation = Evaluation(run, epath.Path(args.data), epath.Path(args.out), print_now)
+    for kind, steps in {"fast": checkpoints, "full": {"main": newest}}.items():
+        rows = []
+        for revision, step in steps.items():
+            averages = evaluation.score(revision, step, kind)
+            cells = {name: f"{value:.2f}" for name, value in averages.items()}
+            rows.append({"checkpoint": revision, "step": str(step), **cells})
+        print(*PageTable.of(rows).lines(), sep="\n")
+    return FINISHED
+
+
 @COMMANDS.add(
     "layers",
     "score each layer on tasks, and draw attention maps; writes W/layers.html",

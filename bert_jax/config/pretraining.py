@@ -211,6 +211,8 @@ class Run(Section, role="placement", label="run"):
     keep_best: Count = 1
     # Checkpoints of steps divisible by this are also kept; 0: none.
     keep_every: Count = 0
+    # Steps after which a checkpoint is saved and kept besides all others, for example 81,162,810.
+    keep_steps: tuple[int, ...] = ()
     # If a checkpoint does not fit on the disk: the run ends (stop), or trains on and tries again
     # later (go_on). A run in several processes always ends.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
@@ -224,9 +226,8 @@ class Run(Section, role="placement", label="run"):
     # never. Only on TPUs. A chip that fails the check ends the run; run again on another machine.
     check_every: Count = 0
     # Steps between recompute checks, in which two devices compute the same rows and must agree to
-    # the bit; 0: none. If they differ, the run names the faulty device and rolls back to the newest
-    # checkpoint that is not later than the last check without a difference; a device that fails
-    # again ends the run.
+    # the bit; 0: none. If they differ, the run names the faulty device and rolls back to a
+    # checkpoint from before the difference; a device that fails again ends the run.
     replay_every: Count = 0
     # Number of batches that are prepared in advance.
     prefetch_batches: PositiveCount = 4
@@ -352,8 +353,7 @@ class Experiment(Section, role="identity", label="experiment"):
     def _phase_problems(self, number: int, phase: Phase) -> Iterator[Problem]:
         yield from self._phase_objective_problems(number)
         share, length = self.data_of(number).largest_masked_share, phase.sequence_length
-        # Up to the paper's share max_predictions_per_seq may cut off masks, as in
-        # google-research/bert.
+        # Up to the paper's share this field may cut off masks, as in google-research/bert.
         if share > _PAPER_SHARE and round(share * length) > phase.max_predictions_per_seq:
             settings = "data.masked_lm_prob and data.final_masked_lm_prob ask"
             if phase.masked_lm_prob:

@@ -257,6 +257,7 @@ class Trainer:
             self.log.end_window(state, phase.objective.losses)
         due = self._due_evaluators(state.done)
         is_save_due = state.done % run.checkpoint_every == 0 or is_last
+        is_save_due |= state.done in run.keep_steps
         if due or is_save_due:
             jax.block_until_ready(state.arrays["step"])  # so that this wait counts as training
         if due:

@@ -22,6 +22,7 @@ from bert_jax.errors import InputError, excerpt, prefix_errors
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adaptation import ModelRunner, require_finite
 from bert_jax.tasks.examples import MinimalPair
@@ -41,29 +42,40 @@ class MinimalPairsKind(TaskKind):
     parse_cells = staticmethod(examples_lib.minimal_pair_from_cells)
 
 
-class MinimalPairsProbe:
-    """A probe that scores a model on the pairs of a task.
+class TextLikelihoods:
+    """Computes the (pseudo-)log-likelihoods of texts, or of their ends, by a model.
 
-    Draws at most `max_pairs` pairs (None: all), evenly from the paradigms, the same in every run.
+    Rows have at most `limit` tokens. Texts are added before `prepare`.
     """
 
-    majority, labels = 0.5, ()  # the baseline is chance; there are no labels
+    def __init__(self, runner: ModelRunner, limit: int):
+        self._runner, self._limit = runner, min(limit, runner.model.max_position_embeddings)
+        # (token ids, index of the first token that counts) -> index of the text. Equal texts are
+        # scored once, so that their scores are equal to the last bit.
+        self._texts: dict[tuple[tuple[int, ...], int], int] = {}
 
-    def __init__(self, name: str, task: Task, max_pairs: int | None):
-        self.name, self.task = name, task
-        pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
-        self.examples = pairs if max_pairs is None else _sample(pairs, max_pairs)
-        self.description = f"{len(self.examples)} minimal pairs"
+    def add_text(self, text: str, location: str, start: int = 0) -> int:
+        """Adds a text if it is new; returns its index.
 
-    def prepare(self, runner: ModelRunner) -> int:
-        """Tokenizes the texts; returns the FLOPs of one evaluation."""
-        self._runner, model = runner, runner.model
-        self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
-        # Equal texts are scored once, so that their scores are equal to the last bit.
-        self._texts: dict[tuple[int, ...], int] = {}
-        self._pair_texts = np.array(
-            [[self._add_text(t, pair.location) for t in pair.texts] for pair in self.examples]
-        )
+        Only tokens that end after the character `start` are scored; the others are read.
+        """
+        with prefix_errors(location):
+            if start:
+                tokens = list(self._runner.tokenizer.token_ends(text))
+                ids = tuple(token_id for token_id, _ in tokens)
+                first = sum(end <= start for _, end in tokens)
+            else:
+                ids, first = tuple(self._runner.tokenizer.encode(text)), 0
+        if first == len(ids) or len(ids) > self._limit - 2:
+            why = "has no tokens to score"
+            if first < len(ids):
+                why = f"has {len(ids) + 2} tokens with [CLS] and [SEP], but a row has {self._limit}"
+            raise InputError(f"{location}: {excerpt(text)}: {why}; remove it")
+        return self._texts.setdefault((ids, first), len(self._texts))
+
+    def prepare(self) -> int:
+        """Compiles the program; returns the FLOPs of one evaluation."""
+        model = self._runner.model
 
         def row_log_probabilities(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
@@ -77,40 +89,11 @@ class MinimalPairsProbe:
             return (log_probs * batch["target_weights"]).sum(axis=1)  # [B]
 
         self._is_causal = model.direction == "left_to_right"
-        self._log_probabilities = runner.compile_rows(row_log_probabilities)
+        self._log_probabilities = self._runner.compile_rows(row_log_probabilities)
         shapes = ((b["input_ids"].shape, b["positions"].shape) for _, b in self._batches())
         return sum(flops.forward_flops(model, n, length, p) for (n, length), (_, p) in shapes)
 
-    def evaluate(self, params: Any) -> dict[str, Any]:
-        """Returns how often the acceptable text is more likely. All processes call it.
-
-        Returns:
-          `accuracy`, in which equally likely texts count half; `error`, its standard error; the
-          number of `pairs`; and these three for each of the `fields` and `paradigms`, by name.
-        """
-        likelihoods = self._log_likelihoods(params)
-        require_finite(self.name, [likelihoods])
-        good, bad = likelihoods[self._pair_texts].T
-        right = np.where(good == bad, 0.5, good > bad)
-        fields = [pair.field for pair in self.examples if pair.field]  # of all pairs, or of none
-        return {
-            **_accuracy(right),
-            "fields": _accuracy_by_name(right, fields) if fields else {},
-            "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.examples]),
-        }
-
-    def _add_text(self, text: str, location: str) -> int:
-        """Adds a text to the distinct texts if it is new; returns its index."""
-        with prefix_errors(location):
-            ids = tuple(self._runner.tokenizer.encode(text))
-        if not 1 <= len(ids) <= self._limit - 2:
-            why = "has no tokens"
-            if ids:
-                why = f"has {len(ids) + 2} tokens with [CLS] and [SEP], but a row has {self._limit}"
-            raise InputError(f"{location}: {excerpt(text)}: {why}; remove the pair")
-        return self._texts.setdefault(ids, len(self._texts))
-
-    def _log_likelihoods(self, params: Any) -> np.ndarray:
+    def log_likelihoods(self, params: Any) -> np.ndarray:
         """Returns the log-likelihood or pseudo-log-likelihood of each text, float64 [U]."""
         sums = np.zeros(len(self._texts))
         for texts, batch in self._batches():
@@ -130,14 +113,16 @@ class MinimalPairsProbe:
           for no prediction. The last batch is filled up with rows whose `row_weights` are 0.
         """
         tok, size = self._runner.tokenizer, self._runner.size
-        lengths = np.array(list(map(len, self._texts)))
-        ids = [add_special_tokens(tok, list(text), None)[0] for text in self._texts]
+        lengths, firsts = np.array([(len(ids), first) for ids, first in self._texts]).T
+        ids = [add_special_tokens(tok, list(text), None)[0] for text, _ in self._texts]
         ids = pad_rows(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
         order = np.argsort(-lengths, kind="stable")
-        counts = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
+        # The number of rows of each text.
+        counts = (np.ones_like(lengths) if self._is_causal else lengths - firsts)[order]
         # The text of each row, and the position of its masked token.
         row_texts = np.repeat(order, counts)
-        masked_at = 1 + np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        masked_at = np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        masked_at += 1 + firsts[row_texts]
         for start in range(0, len(row_texts), size):
             count = min(size, len(row_texts) - start)
             rows = start + np.resize(np.arange(count), size)  # repeats rows to fill the last batch
@@ -147,6 +132,7 @@ class MinimalPairsProbe:
             if self._is_causal:
                 # [CLS] predicts the first token, and so on up to the last; [SEP] is not predicted.
                 is_target = column[:-1] < lengths[texts, None]
+                is_target &= column[:-1] >= firsts[texts, None]
                 positions, targets = column[:-1] * is_target, batch_ids[:, 1:] * is_target
             else:
                 is_target = np.ones_like(positions)
@@ -167,6 +153,56 @@ class MinimalPairsProbe:
 
     def _padded_length(self, tokens: int) -> int:
         return padded_length(tokens + 2, self._limit, _LENGTH_STEP)
+
+
+class MinimalPairsProbe:
+    """A probe that scores a model on the pairs of a task.
+
+    Draws at most `max_pairs` pairs (None: all), evenly from the paradigms, the same in every run.
+    """
+
+    majority, labels = 0.5, ()  # the baseline is chance; there are no labels
+
+    def __init__(self, name: str, task: Task, max_pairs: int | None):
+        self.name, self.task = name, task
+        pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
+        self.examples = pairs if max_pairs is None else _sample(pairs, max_pairs)
+        self.description = f"{len(self.examples)} minimal pairs"
+
+    def prepare(self, runner: ModelRunner) -> int:
+        """Tokenizes the texts; returns the FLOPs of one evaluation."""
+        self.texts = TextLikelihoods(runner, self.task.max_sequence_length)
+        self._pair_texts = np.array(
+            [[self.texts.add_text(t, pair.location) for t in pair.texts] for pair in self.examples]
+        )
+        return self.texts.prepare()
+
+    def evaluate(self, params: Any) -> dict[str, Any]:
+        """Returns how often the acceptable text is more likely. All processes call it.
+
+        Returns:
+          `accuracy`, in which equally likely texts count half; `error`, its standard error; the
+          number of `pairs`; and these three for each of the `fields` and `paradigms`, by name.
+        """
+        likelihoods = self.texts.log_likelihoods(params)
+        require_finite(self.name, [likelihoods])
+        good, bad = likelihoods[self._pair_texts].T
+        right = np.where(good == bad, 0.5, good > bad)
+        fields = [pair.field for pair in self.examples if pair.field]  # of all pairs, or of none
+        return {
+            **_accuracy(right),
+            "fields": _accuracy_by_name(right, fields) if fields else {},
+            "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.examples]),
+        }
+
+
+def require_masked_lm_head(trained: LoadedModel) -> None:
+    """Raises InputError if the head that texts are scored with is not trained."""
+    if any(part.startswith("masked_lm") for part in (*trained.fresh, *trained.idle)):
+        raise InputError(
+            f"{trained.name}: its masked LM head is untrained, and likelihoods of texts need it; "
+            "import weights with it"
+        )
 
 
 def score_lines(name: str, results: dict[str, Any]) -> Iterator[str]:

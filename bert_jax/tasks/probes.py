@@ -34,7 +34,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adaptation import ModelRunner, require_finite, run_rows
 from bert_jax.tasks.examples import Example
-from bert_jax.tasks.minimal_pairs import MinimalPairsProbe
+from bert_jax.tasks.minimal_pairs import MinimalPairsProbe, require_masked_lm_head
 from bert_jax.tasks.task_kind import make_kind
 from bert_jax.tasks.task_objective import Reads
 from bert_jax.text.tokenizer import Tokenizer
@@ -264,12 +264,8 @@ class Probes:
 
 def score_probes(probes: Probes, trained: LoadedModel) -> dict[str, dict[str, Any]]:
     """Prepares and evaluates probes on a loaded model, on all devices; see `Probes.evaluate`."""
-    needs_head = any(isinstance(probe, MinimalPairsProbe) for probe in probes.probes)
-    if needs_head and any(part.startswith("masked_lm") for part in trained.fresh):
-        raise InputError(
-            f"{trained.name}: its masked LM head is untrained, and minimal pairs need it; import "
-            "weights with it"
-        )
+    if any(isinstance(probe, MinimalPairsProbe) for probe in probes.probes):
+        require_masked_lm_head(trained)
     params = prepare_probes(probes, trained)
     return probes.evaluate(params)
 

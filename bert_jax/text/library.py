@@ -142,6 +142,10 @@ class LibraryTokenizer:
         if ids:
             yield begin, end, ids
 
+    def token_ends(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yields each token id with the character where its token ends."""
+        return ((token_id, end) for token_id, _, _, end in self._token_spans(text))
+
     def _token_spans(self, text: str) -> Iterator[tuple[int, int | None, int, int]]:
         """Yields (id, number of the word, first character but spaces, end) of each token."""
         encoding = self._encode_whole(text)

@@ -67,6 +67,10 @@ class Tokenizer(Protocol):
         for start, end in word_spans(text, self):
             yield start, end, self.encode(text[start:end])
 
+    def token_ends(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yields each token id with the character where its token, or the token's word, ends."""
+        return ((token_id, end) for _, end, ids in self.words(text) for token_id in ids)
+
     def token(self, token_id: int) -> str:
         """Returns the token as it is written in the vocabulary."""
         return self._tokens[token_id]

@@ -339,16 +339,16 @@ def test_checkpoints_are_listed_and_verified(run):
     fails(f"checkpoints {run}/nowhere", "nowhere")
 
 
-def test_the_newest_the_best_and_multiples_of_keep_every_are_kept(tmp_path):
+def test_the_newest_the_best_and_named_steps_are_kept(tmp_path):
     """The best by their losses when they were saved, also after another start."""
-    run = Run(keep_checkpoints=2, keep_best=1, keep_every=9)
+    run = Run(keep_checkpoints=2, keep_best=1, keep_every=9, keep_steps=(12,))
     state = {"x": jnp.zeros(3)}
     for steps in ({3: 9.0, 6: 3.0, 9: None}, {12: 4.0, 15: None, 18: 5.0, 20: None, 21: 3.5}):
         with saves_in(tmp_path, run) as saved:
             for step, loss in steps.items():
                 saved.save(step, state, {}, loss)
                 saved.wait()
-    assert saved.checkpoints.steps == [21, 20, 18, 9, 6]
+    assert saved.checkpoints.steps == [21, 20, 18, 12, 9, 6]
 
 
 def test_the_newest_from_before_the_last_recompute_check_is_kept():

@@ -66,12 +66,16 @@ def opened(folder, records, model, tokenizer, size=8):
     return pairs, mesh
 
 
+def token_ids(pairs):
+    return [ids for ids, _ in pairs.texts._texts]
+
+
 def test_log_likelihoods_equal_pytorchs(tmp_path):
     one, two, *others = map(words, BY_PYTORCH)
     records = [record(one, two), *(record(other, one) for other in others)]
     pairs, mesh = opened(tmp_path, records, golden.CONFIG, NUMBERED)
     params = jax.device_put(golden.params(), mesh_lib.replicated(mesh))
-    found = dict(zip(pairs._texts, pairs._log_likelihoods(params), strict=True))
+    found = dict(zip(token_ids(pairs), pairs.texts.log_likelihoods(params), strict=True))
     assert found.keys() == BY_PYTORCH.keys()
     for ids, wanted in BY_PYTORCH.items():
         assert found[ids] == pytest.approx(wanted, rel=2e-6)
@@ -88,8 +92,8 @@ def drawn_of(folder, size, counts, **model):
     texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in counts]
     records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
     pairs, mesh = opened(folder, records, model, TOKENIZER, size)
-    found = pairs._log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
-    return list(pairs._texts), found, model, params
+    found = pairs.texts.log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
+    return token_ids(pairs), found, model, params
 
 
 KINDS = pytest.mark.parametrize(
@@ -131,9 +135,9 @@ def test_ties_count_half_and_errors_are_of_means(tmp_path, monkeypatch):
     ]
     pairs, _ = opened(tmp_path, records, golden.CONFIG, NUMBERED)
     monkeypatch.setattr(
-        pairs,
-        "_log_likelihoods",
-        lambda params: np.array([by_id[ids] for ids in pairs._texts]),
+        pairs.texts,
+        "log_likelihoods",
+        lambda params: np.array([by_id[ids] for ids in token_ids(pairs)]),
     )
     answer = pairs.evaluate(None)
     right = np.array([1, 1, 0, 1, 0.5])

@@ -1,11 +1,15 @@
 """Where the words of a text stand: what a tokenizer makes of them is what it makes of the text."""
 
+import pathlib
+
 import pytest
 import sentencepiece
+import tokenizers
+from etils import epath
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bert_jax.text import tokenizer
+from bert_jax.text import library, tokenizer
 from bert_jax.text.tokenizer import word_spans
 from bert_jax.tools.conformance import golden
 
@@ -80,3 +84,13 @@ def test_with_sentencepiece_only_blanks_part_words(pieces, text):
     found = list(word_spans(text, pieces))
     assert [text[s:e] for s, e in found] == text.split()
     assert [s for s, _ in found] == sorted({s for s, _ in found})
+
+
+@pytest.mark.parametrize("name", ["gemma", "modernbert", "roberta", "xlmr"])
+def test_ends_of_tokens_are_those_of_the_library(name):
+    """Also of tokens within words, and of a space that is a token of its own."""
+    path = pathlib.Path(__file__).parents[1] / f"golden/tokenizers/{name}.json"
+    text = "every principal. You see it's the Middle East, with $23 1/2 of our allies\u00e9"
+    encoding = tokenizers.Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False)
+    wanted = [(i, end) for i, (_, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+    assert list(library.read(epath.Path(path)).token_ends(text)) == wanted

@@ -123,7 +123,7 @@ class Comparison:
             experiment.run,
             corpus_dir=experiment.run.corpus_dir or shared,
             # The last checkpoint is measured; the one before is a spare if the last is damaged.
-            **{"keep_checkpoints": 2, "keep_best": 0, "keep_every": 0},
+            **{"keep_checkpoints": 2, "keep_best": 0, "keep_every": 0, "keep_steps": ()},
         )
         return dataclasses.replace(experiment, name=row.name, run=run)
 
