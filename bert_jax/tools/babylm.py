@@ -243,7 +243,7 @@ class Evaluation:
         """
         saved = Checkpoints(self._run.checkpoints).metadata(step)["checksums"]
         checkpoint, averages = layout.hash_json(saved), dict[str, float]()
-        is_causal = self._experiment.model_after(step).direction == "left_to_right"
+        is_causal = self._experiment.latest_model(step).direction == "left_to_right"
         backend = self._out / revision / "zero_shot" / ("causal" if is_causal else "mlm")
         trained: LoadedModel | None = None
         for task, *names in TASKS:
