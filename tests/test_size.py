@@ -53,9 +53,9 @@ ABOVE = {
     "text": 3_257,
     "tools": 8_809,
     "training": 2_407,
-    "benchmarks": 3_298,
+    "benchmarks": 3_326,
     "experiments": 1_841,
-    "tests": 40_025,
+    "tests": 40_055,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
