@@ -152,7 +152,7 @@ class Tuned:
     def learn(self, folder: str, architecture: str, experiment: dict[str, Any]) -> list[float]:
         """Returns the loss of each step; writes the logits of held-out rows to the folder.
 
-        The optimizer and the schedule of `experiment` are AdamW and linear, as Trainer has them.
+        `experiment` must have AdamW and a linear schedule, which are those of Trainer.
         """
         place, optimizer = pathlib.Path(folder), experiment["optimizer"]
         task, kind = experiment["task"], experiment["task"]["kind"]
