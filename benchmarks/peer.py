@@ -146,63 +146,86 @@ class Embed:
             self._vectors[batch] = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
 
 
-class Tuned(torch.nn.Module):
-    """For `finetune_parity`: transformers' BertModel with a task's layer, and batches of ours."""
+class Tuned:
+    """For `finetune_parity`: transformers' Trainer with an exported model and batches of ours."""
 
-    def learn(self, folder: str, task: dict[str, Any], rates: list[float]) -> list[float]:
-        """The loss of each step; scores of held-out rows go to the folder."""
-        torch.manual_seed(task["seed"])
-        place, adapt, of = pathlib.Path(folder), task["adapt"], task["optimizer"]
-        kernel = torch.tensor(np.load(place / "head.npy"))
-        self.task, self.dropout = task, torch.nn.Dropout(adapt["head_dropout_prob"])
-        more = {"add_pooling_layer": task["reads"] == "pooled"}
-        more |= {n: adapt[n] for n in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
-        self.bert = transformers.BertModel.from_pretrained(place / "base", **more)
-        self.head = torch.nn.Linear(*kernel.shape)
-        self.head.weight.data = kernel.T.contiguous()
-        self.head.bias.data.zero_()
-        update = adamw(self, of["weight_decay"], betas=(of["b1"], of["b2"]), eps=of["eps"])
-        self.train()
-        losses = []
-        for batch, rate in zip(batches(place, "training"), rates, strict=True):
-            update.zero_grad()
-            loss = self.loss(batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters(), of["clip_norm"])
-            for group in update.param_groups:
-                group["lr"] = rate
-            update.step()
-            losses.append(loss.item())
-        self.eval()
+    def learn(self, folder: str, architecture: str, experiment: dict[str, Any]) -> list[float]:
+        """Returns the loss of each step; writes the logits of held-out rows to the folder.
+
+        `experiment` must have AdamW and a linear schedule, which are those of Trainer.
+        """
+        place, optimizer = pathlib.Path(folder), experiment["optimizer"]
+        task, kind = experiment["task"], experiment["task"]["kind"]
+        model = getattr(transformers, architecture).from_pretrained(place / "base")
+        examples: list[Batch] = []
+        for batch in batches(place, "training"):
+            named, size = columns(batch, task, model), experiment["batch_size"]
+            examples += [{name: value[i] for name, value in named.items()} for i in range(size)]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(place / "trainer"),
+            per_device_train_batch_size=experiment["batch_size"],
+            train_sampling_strategy="sequential",
+            num_train_epochs=1,
+            learning_rate=optimizer["peak_learning_rate"],
+            lr_scheduler_type=optimizer["schedule"],
+            warmup_steps=optimizer["warmup_steps"],
+            weight_decay=optimizer["weight_decay"],
+            adam_beta1=optimizer["b1"],
+            adam_beta2=optimizer["b2"],
+            adam_epsilon=optimizer["eps"],
+            max_grad_norm=optimizer["clip_norm"],
+            seed=experiment["seed"],
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer_class = SpanTrainer if kind == "span" else transformers.Trainer
+        collate = transformers.default_data_collator
+        trainer = trainer_class(model, arguments, collate, examples)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        model.eval()
         with torch.no_grad():
             for number, batch in enumerate(batches(place, "held_out")):
-                np.save(place / f"logits_{number}.npy", self(batch).numpy())
-        return losses
+                found = model(**columns(batch, task, model))
+                if kind == "span":
+                    logits = torch.stack([found.start_logits, found.end_logits], dim=-1)
+                else:
+                    logits = found.logits.reshape(-1, 1) if kind == "choice" else found.logits
+                np.save(place / f"logits_{number}.npy", logits.numpy())
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """[B, outputs] or [B, S, outputs]"""
-        found = self.bert(**inputs(batch))
-        hidden = found.pooler_output
-        return self.head(self.dropout(found.last_hidden_state if hidden is None else hidden))
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """As transformers' heads have it; padding is no place of an answer."""
-        logits, kind = self(batch), self.task["task"]["kind"]
-        entropy = torch.nn.functional.cross_entropy
-        if kind == "regress":
-            return torch.nn.functional.mse_loss(logits[:, 0], batch["targets"])
-        if kind == "span":
-            logits = logits.masked_fill(batch["input_mask"][..., None] == 0, -1e9)
-            starts, ends = batch["starts"].long(), batch["ends"].long()
-            return (entropy(logits[..., 0], starts) + entropy(logits[..., 1], ends)) / 2
-        targets = batch["targets"].long()
-        if kind == "tag":
-            targets = targets.masked_fill(batch["target_weights"] == 0, -100)
-            return entropy(logits.flatten(0, 1), targets.flatten())
-        if kind == "choice":
-            rows = self.task["rows_per_example"]
-            return entropy(logits.reshape(-1, rows), targets[::rows])
-        return entropy(logits, targets)
+class SpanTrainer(transformers.Trainer):
+    """Masks the scores of padding, which transformers counts as places of an answer."""
+
+    def compute_loss(self, model, inputs, **options) -> torch.Tensor:
+        found, padding = model(**inputs), inputs["attention_mask"] == 0
+        losses = [
+            torch.nn.functional.cross_entropy(
+                found[f"{end}_logits"].masked_fill(padding, -1e9), inputs[f"{end}_positions"]
+            )
+            for end in ("start", "end")
+        ]
+        return sum(losses) / 2
+
+
+def columns(batch: Batch, task: dict[str, Any], model: torch.nn.Module) -> Batch:
+    """Returns a batch of ours under the names of transformers, [examples, ...] each."""
+    named, kind = inputs(batch, model), task["kind"]
+    if kind == "span":
+        ends = {"start_positions": batch["starts"], "end_positions": batch["ends"]}
+        return named | {name: value.long() for name, value in ends.items()}
+    labels = batch["targets"] if kind == "regress" else batch["targets"].long()
+    if kind == "tag":
+        labels = labels.masked_fill(batch["target_weights"] == 0, -100)
+    if kind == "choice":
+        together = len(task["choice_columns"])
+        named = {name: value.unflatten(0, (-1, together)) for name, value in named.items()}
+        labels = labels[::together]
+    return named | {"labels": labels}
 
 
 def batches(folder: pathlib.Path, what: str):

@@ -1,14 +1,16 @@
 """The runs that each rule asks for, what is kept of them, and a whole suite that is killed."""
 
-import contextlib
 import csv
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 
 import pytest
@@ -207,6 +209,40 @@ def results(out):
     return rows, pathlib.Path(out, "glue.zip").read_bytes()
 
 
+def kill_at_random(words, times):
+    """Starts a command so often, and each time kills its processes while it runs.
+
+    A kill is up to a third of a second after one of the first lines of output.
+    """
+    draws = random.Random(0)
+    command = [sys.executable, "-m", "bert_jax.cli", *words]
+    for _ in range(times):
+        with subprocess.Popen(command, stdout=-1, start_new_session=True) as process:
+            for _ in range(draws.randint(1, 15)):
+                process.stdout.readline()
+            time.sleep(draws.uniform(0, 0.3))
+            assert process.poll() is None, "ended before it was killed"
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.nightly
+def test_glue_that_is_killed_ten_times_ends_at_the_same_table_and_archive(folder):
+    suite_data.glue(folder / "data", train=160, dev=48, test=40)
+
+    def command(out):
+        words = f"benchmark glue --from base --data data --out {out} --rules one --seeds 1"
+        settings = "task.max_sequence_length=32", "run.log_every=5", "run.checkpoint_every=3"
+        words += "".join(f" --set {setting}" for setting in settings)
+        return words.split()
+
+    said(command("whole"))
+    kill_at_random(command("killed"), times=10)
+    said(command("killed"))
+    rows, archive = results("killed")
+    assert (rows, archive) == results("whole")
+    assert len(rows) == 13 and len(zipfile.ZipFile("killed/glue.zip").namelist()) == 11
+
+
 @pytest.mark.long
 def test_a_suite_that_is_killed_at_random_ends_at_the_same_table(folder):
     (folder / "small.py").write_text(SMALL)
@@ -218,13 +254,7 @@ def test_a_suite_that_is_killed_at_random_ends_at_the_same_table(folder):
         return [*words.split(), "--seeds", "2", *(f"--set={setting}" for setting in settings)]
 
     said(command("whole"))
-    draws = random.Random(0)
-    for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-m", "bert_jax.cli", *command("killed")])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(draws.uniform(4, 20))
-        process.kill()
-        process.wait()
+    kill_at_random(command("killed"), times=5)
     said(command("killed"))
     assert results("killed") == results("whole")
     record = read_json(epath.Path("killed/benchmark.json"), 1)
