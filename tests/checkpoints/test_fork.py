@@ -209,7 +209,7 @@ def test_a_killed_fork_needs_its_parent_run_until_its_first_save(runs, tmp_path)
     settings = "phases.0.batch_size=4", "optimizer.name=lamb", "name=x"
     undisturbed, disturbed = (fork(tmp_path, tmp_path / name, *settings) for name in ("alone", "w"))
     assert call(undisturbed) == (0, "")
-    plan = Plan(Fault("save", signal.SIGKILL, 8, part=1))  # once one of its files exists
+    plan = Plan(Fault("save", signal.SIGKILL, 8, progress=1))  # once one of its files exists
     result = command("-m", "bert_jax.tools.verify.child", plan.to_json(), *disturbed)
     assert (
         result.returncode == -signal.SIGKILL and not (tmp_path / "w" / "checkpoints" / "8").exists()
