@@ -439,3 +439,11 @@ def serve() -> Iterator[tuple[Bucket, dict[str, str]]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+if __name__ == "__main__":
+    with serve() as (_, variables), contextlib.suppress(KeyboardInterrupt):
+        print(
+            *(f"export {name}={value}" for name, value in variables.items()), sep="\n", flush=True
+        )
+        threading.Event().wait()

@@ -404,7 +404,7 @@ def _build(
             report(
                 f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
                 "is made for other text or another script, or too small for its letters (`bert-jax "
-                "doctor` names some); corpus.tokenizer=train trains one on this text"
+                "doctor` names some); without a base, corpus.tokenizer=train trains one on it"
             )
     return manifest
 

@@ -111,8 +111,8 @@ UNKNOWN = FindingRule(
     "{value} of tokens are unknown",
     0.001, 0.01,
     "all unknown words become the same token, which the model learns to predict",
-    "a vocabulary made for this text: --set corpus.tokenizer=train; for a script of thousands "
-    "of characters, such as Chinese, --set corpus.tokenizer_kind=unigram",
+    "a vocabulary made for this text, except for a run from a base: --set corpus.tokenizer=train; "
+    "for a script of thousands of characters, such as Chinese, --set corpus.tokenizer_kind=unigram",
 )  # fmt: skip
 # Share of tokens with capitals: a quarter of a cased vocabulary, none of an uncased one (except
 # special tokens).
