@@ -5,14 +5,16 @@ resumes exactly from the state in its newest checkpoint. A training line of metr
 the steps since the previous training line, its window. A step is dispatched to the devices, then
 all processes do what is due, in this order:
 
-1. check that the run still owns its bucket, and that the previous save has not failed;
-2. log: fetch the pending line, if an earlier step has ended a window, and write it. If it shows too
-   many bad steps in a row, it is not written and the run rolls back; nothing else looks for them.
-   If this step ends a window, its line is now pending: it is written after the next step, before
-   this step's evaluation or save, or when the phase or the run ends;
+1. check that the run still owns its bucket, and look for a failed save, which ends a run of several
+   processes and is reported by a run of one;
+2. log: fetch the pending line, if an earlier step has ended a window, and write it. If its window
+   ends with too many bad steps in a row, it is not written and the run rolls back, if it may;
+   nothing else looks for bad steps. If this step ends a window, its line is now pending: it is
+   written, with the same check, after the next step, before this step's evaluation or save, or when
+   the phase or the run ends;
 3. evaluate, if due; this waits for the devices;
-4. save, if due and the newest steps are not bad; this waits for the devices, then for the previous
-   save;
+4. save, if due, unless the newest steps are bad and the run goes on; this waits for the devices,
+   then for the previous save;
 5. stop, if a signal or slices that came back have asked for it, or (fine-tuning) early.
 
 A recompute check is due before a step: if a device erred, the run rolls back and the step is not
@@ -339,7 +341,7 @@ class Trainer:
                 values = evaluator.evaluate(state.arrays["params"], state.done)
             if not math.isfinite(values.get("loss", 0.0)):
                 if jax.device_get(state.arrays["bad_in_a_row"]) and not self._is_finished:
-                    return  # more bad steps lead to a roll-back, a good one to a later evaluation
+                    return  # more bad steps lead to a roll-back, a good one to later evaluations
                 raise RunFailure(
                     f"the held-out loss of step {state.done} is not finite: training has diverged"
                 )
