@@ -87,6 +87,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
 def write(job: FinetuningJob, place: pathlib.Path) -> str:
     """Writes every batch, and the model before the first step; returns its class."""
     tuned = FinetunedModel.load(job.workdir)
+    # The weights of this export are replaced below by the initial ones.
     architecture = finetuned.export(tuned, "task", "float32", epath.Path(place / "base"))
     state, _ = job.initial_state(step.init_state(job.objective, job.optimizer, job.experiment.seed))
     first_row, params = tuned.tokenizer.pad_id + 1, jax.device_get(state["params"])

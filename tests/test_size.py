@@ -53,7 +53,7 @@ ABOVE = {
     "text": 3_265,
     "tools": 9_088,
     "training": 2_407,
-    "benchmarks": 3_326,
+    "benchmarks": 3_327,
     "experiments": 1_841,
     "tests": 40_201,
 }

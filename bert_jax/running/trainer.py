@@ -275,7 +275,7 @@ class Trainer:
                 self._save()
             context.watchdog.reset()
             self._stop_for_slices()
-        # Several processes notice a request after the same step; one notices it at once.
+        # All processes of a run notice a request after the same step; a single one at once.
         context.stop.on_step(state.done)
 
     def _stop_for_slices(self) -> None:

@@ -60,7 +60,7 @@ class TextLikelihoods:
         Only tokens that end after the character `start` are scored; the others are read.
         """
         with prefix_errors(location):
-            if start:
+            if start:  # the same ids, with their ends, but slower
                 tokens = list(self._runner.tokenizer.token_ends(text))
                 ids = tuple(token_id for token_id, _ in tokens)
                 first = sum(end <= start for _, end in tokens)

@@ -38,7 +38,7 @@ from bert_jax.training import mesh as mesh_lib
 _MILLIONS = (*range(1, 10), *range(10, 100, 10), *range(100, 1_001, 100))
 # A checkpoint may differ from its number of words by this share.
 _TOLERANCE = 0.05
-# Rows that are made to measure the tokens of a phase's rows, with an error of a few per mille.
+# How many rows are sampled to estimate the mean tokens of a phase's rows, to a few per mille.
 _SAMPLED_ROWS = 8_192
 # Each task, and its folders below `fast_eval` and `full_eval`; "": none.
 TASKS = (
@@ -118,12 +118,12 @@ def _tokens_per_step(experiment: Experiment, prepared: PreparedCorpus, phase_ind
 
 
 class Item(NamedTuple):
-    """Texts of which the first is the right one."""
+    """Candidate texts; the first is the right one, or in the wug tasks that of `ratio`."""
 
     location: str
     subtask: str
     texts: Sequence[str]
-    context: Sequence[int]  # the characters of each text before its completion
+    starts: Sequence[int]  # of the completion in each text, in characters
     predictions: Sequence[str]  # what is written if a text is chosen
     ratio: float = 0.0  # of the wug tasks: the share of people who prefer the first text
 
@@ -162,7 +162,7 @@ def _read_item(task: str, stem: str, record: dict[str, Any], location: str) -> I
     return Item(location, task, texts, [0] * len(texts), texts, ratio)
 
 
-class TaskFiles:
+class ZeroShotTask:
     """The items of a folder of .jsonl files, whose texts are scored by models like `runner`'s."""
 
     def __init__(self, task: str, folder: epath.Path, runner: ModelRunner):
@@ -176,10 +176,10 @@ class TaskFiles:
         if not self.items:
             raise InputError(f"{folder}: no .jsonl file with items")
         self._likelihoods = TextLikelihoods(runner, runner.model.max_position_embeddings)
-        self._texts = [
+        self._text_indices = [
             [
                 self._likelihoods.add_text(text, item.location, start)
-                for text, start in zip(item.texts, item.context, strict=True)
+                for text, start in zip(item.texts, item.starts, strict=True)
             ]
             for item in self.items
         ]
@@ -194,7 +194,7 @@ class TaskFiles:
         log_likelihoods = self._likelihoods.log_likelihoods(params)
         require_finite(str(self._folder), [log_likelihoods])
         is_wug, predictions, right = self.task.startswith("wug"), {}, {}
-        for item, texts in zip(self.items, self._texts, strict=True):
+        for item, texts in zip(self.items, self._text_indices, strict=True):
             values = log_likelihoods[texts]
             chosen, previous = int(values.argmax()), predictions.setdefault(item.subtask, [])
             prediction: dict[str, Any] = {"id": f"{item.subtask}_{len(previous)}"}
@@ -225,13 +225,13 @@ class Evaluation:
         self._run, self._data, self._out, self._report = run, data, out, report
         self._experiment = workdir.load_experiment(run)
         self._mesh = mesh_lib.make_mesh(Parallelism())
-        self._files: dict[tuple[Model, epath.Path], TaskFiles] = {}
+        self._files: dict[tuple[Model, epath.Path], ZeroShotTask] = {}
         folders = [f"fast_eval/{fast}" for _, fast, _ in TASKS if fast]
         folders += [f"full_eval/{full}" for _, _, full in TASKS]
         missing = [name for name in folders if not (data / name).exists()]
         if missing == folders:
             raise InputError(
-                f"--data {data}: name the folder evaluation_data, with {folders[0]}, ..."
+                f"--data {data}: has no {folders[0]}, ...; give the folder evaluation_data"
             )
         if missing:
             report(f"babylm: not scored, since {data} does not have it: {', '.join(missing)}")
@@ -242,7 +242,7 @@ class Evaluation:
         Folders that were scored already with the same parameters are not scored again.
         """
         saved = Checkpoints(self._run.checkpoints).metadata(step)["checksums"]
-        checkpoint, averages = layout.hash_json(saved), dict[str, float]()
+        checkpoint_hash, averages = layout.hash_json(saved), dict[str, float]()
         is_causal = self._experiment.latest_model(step).direction == "left_to_right"
         backend = self._out / revision / "zero_shot" / ("causal" if is_causal else "mlm")
         trained: LoadedModel | None = None
@@ -253,7 +253,7 @@ class Evaluation:
                 continue
             if (path := out / "scores.json").exists():
                 record = workdir.read_json(path, _FORMAT_VERSION)
-                if record["checkpoint"] == checkpoint:
+                if record["checkpoint"] == checkpoint_hash:
                     averages[name] = record["scores"]["average"]
                     continue
             trained = trained or LoadedModel.of(self._run, checkpoint=str(step))
@@ -263,18 +263,18 @@ class Evaluation:
             predictions, task_scores = files.evaluate(params)
             out.mkdir(parents=True, exist_ok=True)
             workdir.write_atomic(out / "predictions.json", json.dumps(predictions))
-            record = {"format_version": _FORMAT_VERSION, "checkpoint": checkpoint}
+            record = {"format_version": _FORMAT_VERSION, "checkpoint": checkpoint_hash}
             workdir.write_json(path, record | {"scores": task_scores})
             averages[name] = task_scores["average"]
             self._report(f"babylm: {revision}, step {step}: {name} {averages[name]:.2f}")
         return averages
 
-    def _prepare(self, task: str, folder: epath.Path, trained: LoadedModel) -> TaskFiles:
+    def _prepare(self, task: str, folder: epath.Path, trained: LoadedModel) -> ZeroShotTask:
         """Returns the tokenized items of a folder, the same ones for all checkpoints of a model."""
         key = dataclasses.replace(trained.model, compute_dtype="float32"), folder
         if key not in self._files:
             shards = mesh_lib.batch_shards(self._mesh)
             size = -(-Run().eval_batch_size // shards) * shards
             runner = ModelRunner(key[0], trained.tokenizer, Parallelism(), self._mesh, size)
-            self._files[key] = TaskFiles(task, folder, runner)
+            self._files[key] = ZeroShotTask(task, folder, runner)
         return self._files[key]

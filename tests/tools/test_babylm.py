@@ -51,10 +51,10 @@ def test_predictions_are_those_of_the_pipeline(tmp_path, path):
     mesh = mesh_lib.make_mesh(Parallelism())
     runner = ModelRunner(golden.CONFIG, NUMBERED, Parallelism(), mesh, 8)
     (task,) = (task for task, _, full in babylm.TASKS if path == f"full_eval/{full}")
-    files = babylm.TaskFiles(task, epath.Path(tmp_path / path), runner)
+    files = babylm.ZeroShotTask(task, epath.Path(tmp_path / path), runner)
     params = jax.device_put(golden.params(), mesh_lib.replicated(mesh))
     found = files._likelihoods.log_likelihoods(params)
-    texts = zip(files._texts, itertools.chain(*wanted_likelihoods(path)), strict=True)
+    texts = zip(files._text_indices, itertools.chain(*wanted_likelihoods(path)), strict=True)
     for indices, wanted in texts:
         assert found[indices] == pytest.approx(wanted, rel=1e-5)
     predictions, scores = files.evaluate(params)
