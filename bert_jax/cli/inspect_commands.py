@@ -238,6 +238,11 @@ def words_seen(args: argparse.Namespace) -> int:
     from bert_jax.tools import babylm
 
     steps = babylm.steps_by_name(experiment, PreparedCorpus.open(run.corpus), args.words)
+    if not steps:
+        raise InputError(
+            f"--words {args.words}: the run sees fewer than 1 million words, and BabyLM's first "
+            "checkpoint is the one after these; train more steps"
+        )
     for name, step in steps.items():
         print(f"{name:10}  step {step}")
     print("--set run.keep_steps=" + ",".join(str(step) for step in steps.values()))
@@ -272,7 +277,8 @@ def babylm(args: argparse.Namespace) -> int:
             averages = evaluation.score(revision, step, kind)
             cells = {name: f"{value:.2f}" for name, value in averages.items()}
             rows.append({"checkpoint": revision, "step": str(step), **cells})
-        print(*PageTable.of(rows).lines(), sep="\n")
+        if any(len(row) > 2 for row in rows):  # has scores
+            print(*PageTable.of(rows).lines(), sep="\n")
     return FINISHED
 
 

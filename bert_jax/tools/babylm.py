@@ -8,6 +8,7 @@ these files is the right one.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -218,7 +219,7 @@ class Evaluation:
     """Scores checkpoints of a run on the files in the folder `data`.
 
     Writes OUT/REVISION/zero_shot/BACKEND/TASK/FOLDER/predictions.json, as collate_preds.py reads
-    them, and scores.json next to it, with the checksum of the checkpoint.
+    them, and scores.json next to it, with the checksum of the checkpoint and of the files.
     """
 
     def __init__(self, run: Workdir, data: epath.Path, out: epath.Path, report: Report):
@@ -239,10 +240,10 @@ class Evaluation:
     def score(self, revision: str, step: int, kind: str) -> dict[str, float]:
         """Returns the average score by folder of a checkpoint; `kind` is `fast` or `full`.
 
-        Folders that were scored already with the same parameters are not scored again.
+        Folders that were scored already with the same parameters and files are not scored again.
         """
         saved = Checkpoints(self._run.checkpoints).metadata(step)["checksums"]
-        checkpoint_hash, averages = layout.hash_json(saved), dict[str, float]()
+        averages = dict[str, float]()
         is_causal = self._experiment.latest_model(step).direction == "left_to_right"
         backend = self._out / revision / "zero_shot" / ("causal" if is_causal else "mlm")
         trained: LoadedModel | None = None
@@ -251,19 +252,22 @@ class Evaluation:
             folder, out = self._data / f"{kind}_eval" / name, backend / task / name
             if not name or not folder.exists():
                 continue
+            files = (path.read_bytes() for path in sorted(folder.glob("*.jsonl")))
+            hashes = [hashlib.sha256(content).hexdigest() for content in files]
+            inputs = layout.hash_json({"checkpoint": saved, "files": hashes})
             if (path := out / "scores.json").exists():
                 record = workdir.read_json(path, _FORMAT_VERSION)
-                if record["checkpoint"] == checkpoint_hash:
+                if record["inputs"] == inputs:
                     averages[name] = record["scores"]["average"]
                     continue
             trained = trained or LoadedModel.of(self._run, checkpoint=str(step))
             require_masked_lm_head(trained)
-            files = self._prepare(task, folder, trained)
+            prepared = self._prepare(task, folder, trained)
             params = jax.device_put(trained.params, mesh_lib.replicated(self._mesh))
-            predictions, task_scores = files.evaluate(params)
+            predictions, task_scores = prepared.evaluate(params)
             out.mkdir(parents=True, exist_ok=True)
             workdir.write_atomic(out / "predictions.json", json.dumps(predictions))
-            record = {"format_version": _FORMAT_VERSION, "checkpoint": checkpoint_hash}
+            record = {"format_version": _FORMAT_VERSION, "inputs": inputs}
             workdir.write_json(path, record | {"scores": task_scores})
             averages[name] = task_scores["average"]
             self._report(f"babylm: {revision}, step {step}: {name} {averages[name]:.2f}")

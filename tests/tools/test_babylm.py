@@ -80,6 +80,7 @@ def test_a_run_is_exported_and_scored_by_the_words_seen(tmp_path, monkeypatch):
     said("prepare small.py")
     words = "--words 600000"  # the text has fewer, so that few steps see millions
     fails("words-seen small.py --words 60000000", "--words 60000000", "1 million")
+    fails("words-seen small.py --words 6000", "--words 6000", "more steps")
     steps = said(f"words-seen small.py {words}").splitlines()
     assert said(f"pretrain small.py --workdir run {steps[-1]}")
     experiment = config.load("small.py")
@@ -112,7 +113,10 @@ def test_a_run_is_exported_and_scored_by_the_words_seen(tmp_path, monkeypatch):
     path = pathlib.Path("results/model/main/zero_shot/mlm/comps/comps/predictions.json")
     path.write_text("kept")
     assert said(command).splitlines()[-1] == out.splitlines()[-1] and path.read_text() == "kept"
+    items = pathlib.Path("data/full_eval/comps/comps_base.jsonl")
+    items.write_text(items.read_text() * 2)  # other files are scored again
+    assert said(command) and path.read_text() != "kept"
     fails(f"{command} --data nowhere", "nowhere")
     fails("export --workdir run --as masked_lm --out x --words 9", "--words", "--all-checkpoints")
-    pathlib.Path("data/full_eval/comps/comps_base.jsonl").write_text('{"prefix_acceptable": 1}')
+    items.write_text('{"prefix_acceptable": 1}')
     fails(f"{command} --out other", "comps_base.jsonl:1", "prefix_acceptable")
