@@ -309,7 +309,7 @@ def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_va
 
 
 def test_an_early_stop_runs_what_is_due_at_the_end():
-    """The line of its steps is written, too; neither would come later."""
+    """The line of its steps is written, too; neither would come later. Step 30 is to be saved."""
     trainer = Trainer.__new__(Trainer)  # as far as the end of a step needs it
     arrays = {"step": np.int32(30), "params": {}, "bad_in_a_row": np.int32(0)}
     evaluators = [
@@ -317,11 +317,13 @@ def test_an_early_stop_runs_what_is_due_at_the_end():
         Evaluator("mistakes", lambda done: done == 99, lambda *of: {"wrong": 1}, lambda line: ""),
     ]
     training = types.SimpleNamespace(patience=2, total_steps=99, evaluators=evaluators)
-    experiment = mock.Mock(run=Run(log_every=7, checkpoint_every=50))
+    experiment = mock.Mock(run=Run(log_every=7, checkpoint_every=50, keep_steps=(30,)))
     trainer.job = mock.Mock(training=training, experiment=experiment)
     trainer.state = RunState(30, arrays, {}, (), "", 0, [(10, 1.0), (20, 1.0)])
     trainer.log, trainer.context = mock.Mock(), mock.Mock(clock=Clock())
+    trainer._save = mock.Mock()
     trainer._finish_step(mock.Mock(ends_window=False))
     kinds = [call.args[0]["kind"] for call in trainer.log.lines.append.call_args_list]
     assert kinds == ["scores", "mistakes"]
     assert trainer.log.end_window.call_count == 1
+    assert trainer._save.call_count == 1
