@@ -12,7 +12,7 @@ import sys
 
 import fake_gcs
 import pytest
-from broken import call, fails
+from broken import call, fails, said
 from etils import epath
 from fake_gcs import Fault
 from small_run import killed, run_bert_jax
@@ -86,6 +86,7 @@ def assert_can_be_read(objects, tmp_path):
         f"prepare small.py {IN_BUCKET} --verify",
     ):
         assert call(words) == (0, ""), words
+    assert "2026-01-01" in said(f"checkpoints {FOLDER}")  # when the bucket received its files
     assert b"finished" in objects.files("run/")["run/report.html"]
     assert (tmp_path / "exported" / "model.safetensors").exists()
 

@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_156,
     "checkpoints": 1_225,
-    "cli": 2_490,
+    "cli": 2_493,
     "config": 2_801,
     "data": 4_078,
     "distributed": 1_202,
@@ -48,14 +48,14 @@ ABOVE = {
     "model": 3_532,
     "pretraining": 1_237,
     "serve": 573,
-    "storage": 2_119,
+    "storage": 2_121,
     "tasks": 5_254,
     "text": 3_265,
-    "tools": 9_092,
+    "tools": 9_203,
     "training": 2_407,
     "benchmarks": 3_327,
     "experiments": 1_841,
-    "tests": 40_207,
+    "tests": 40_356,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -96,11 +96,14 @@ def checkpoints(args: argparse.Namespace) -> int:
         print_now(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
     for position, number in enumerate(steps):  # the newest first
         folder = run.checkpoints / str(number)
-        saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().mtime))
+        # The files of the checkpoint itself: folders in a bucket have no time.
+        times = [path.stat().mtime for path in folder.iterdir() if path.is_file()]
+        local_time = time.localtime(max(times)) if times else None
+        saved_at = time.strftime("%Y-%m-%d %H:%M", local_time) if local_time else "-"
         words = [f"{losses[number]:.3f}" if number in losses else "-"]
         labels = {"newest": position == 0, "best": number == best, "damaged": number in damaged}
         words += [label for label, applies in labels.items() if applies]
-        print_now(f"{number:>10}  {saved_at}  {_megabytes(folder):>9.1f}  {', '.join(words)}")
+        print_now(f"{number:>10}  {saved_at:<16}  {_megabytes(folder):>9.1f}  {', '.join(words)}")
     for folder in sorted(run.checkpoints.glob(f"{layout.DAMAGED_PREFIX}*")):
         print_now(f"{folder.name}: was found damaged and put aside, {_megabytes(folder):.1f} MB")
     if steps and steps[0] in metadata and _is_finished(experiment, metadata[steps[0]]):

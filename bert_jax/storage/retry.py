@@ -203,5 +203,7 @@ def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
 
 
 def _reason(error: BaseException) -> str:
+    while isinstance(error, Unavailable) and error.__cause__ is not None:
+        error = error.__cause__  # retries inside of retries: one reason is enough
     text = str(error).strip().split("\n")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -74,6 +74,10 @@ _LENGTH, _MASKED, _EVAL_MASKED = 128, 0.3, 0.15
 _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
 # Steps that are timed; as many before them warm the caches.
 _TIMED = 5
+# A CPU's steps are also timed in bfloat16 from this many hours on: compiling and timing them takes
+# up to half a minute. bfloat16 is chosen if its step takes less than this share of float32's, since
+# as many steps teach as much in both types (docs/results/learning.md).
+_BFLOAT16_HOURS, _BFLOAT16_SHARE = 0.15, 0.95
 # Seconds between checkpoints.
 _SAVED_EVERY = 60.0
 
@@ -133,7 +137,8 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     cores, vocab_size = system.cores(), experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
     corpus.require_enough_text(workdir.corpus, experiment)
-    seconds = _step_seconds(experiment, workdir, progress)
+    both_types = hours >= _BFLOAT16_HOURS and "model.compute_dtype" not in given
+    experiment, seconds, type_reasons = _choose_type(experiment, both_types, workdir, progress)
     left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
     experiment = config.override(experiment, settings)  # `_with_steps` may have changed them
@@ -145,6 +150,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
         f"text: {text.bytes / 1e6:,.1f} MB in {pluralize(text.files, 'file')}, language "
         f"{language}, {text.case}; {tokens:,} tokens to train on",
         f"model: {_shape(experiment.model)}, {why}",
+        *type_reasons,
         *_describe_steps(experiment, tokens, seconds, left),
     ]
     return Choice(experiment, reasons)
@@ -281,10 +287,33 @@ def _experiment(
     )
 
 
+def _choose_type(
+    experiment: Experiment, both_types: bool, workdir: Workdir, progress: Progress
+) -> tuple[Experiment, float, list[str]]:
+    """Times steps; returns the experiment, the seconds of a step, and lines that explain the type.
+
+    With `both_types`, steps are timed in float32 and bfloat16 on a CPU, and the experiment gets the
+    faster type. Accelerators always compute in bfloat16.
+    """
+    seconds = _step_seconds(experiment, workdir, progress)
+    if not both_types or jax.devices()[0].platform != "cpu":
+        return experiment, seconds, []
+    model = dataclasses.replace(experiment.model, compute_dtype="bfloat16")
+    rounded = dataclasses.replace(experiment, model=model)
+    rounded_seconds = _step_seconds(rounded, workdir, progress)
+    line = f"a step takes {seconds:.3g} s in float32, {rounded_seconds:.3g} s in bfloat16"
+    if rounded_seconds < _BFLOAT16_SHARE * seconds:
+        return rounded, rounded_seconds, [f"compute type: bfloat16; {line}"]
+    return experiment, seconds, [f"compute type: float32; {line}"]
+
+
 def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
     """Returns the seconds that a step takes, without evaluations, saves and compiling."""
     run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
-    progress.report(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
+    progress.report(
+        f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}"
+        f", in {experiment.model.compute_dtype}"
+    )
     timed = dataclasses.replace(experiment, run=run)
     quiet = Progress(LineConsole(quiet=True))
     (timing,) = budget.time_phases(timed, workdir.root / "timing", quiet, _TIMED)

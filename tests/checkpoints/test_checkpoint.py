@@ -325,6 +325,7 @@ def newest(run: pathlib.Path, *agreed, folder=None) -> load.Restored:
 def test_checkpoints_are_listed_and_verified(run):
     out = said(f"checkpoints {run} --verify").splitlines()
     assert [line.split()[0] for line in out[1:4]] == ["22", "20", "16"]
+    assert all(line.split()[1] > "2026" for line in out[1:4])  # the year of the save
     assert out[1].endswith("newest, best") and "finished" in out[4]
     assert not [*run.rglob("array_metadatas")], "they have no checksum, so none is written"
     assert [line.split()[:2] for line in out[5:]] == [["step", f"{n}:"] for n in (22, 20, 16)]

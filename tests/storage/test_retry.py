@@ -138,3 +138,16 @@ def test_rights_that_are_refused_are_bad_input_at_first_and_pass_later(waits):
         retry.call_with_retries(failing(1, denied), "gs://b/x", denied="refuse")
     assert not waits
     assert retry.call_with_retries(failing(3, denied), "gs://b/x") == "done"
+
+
+def test_a_reason_is_named_once_if_retries_are_within_retries():
+    def read():
+        raise OSError(errno.EIO, "Input/output error")
+
+    def open_folder():
+        return retry.call_with_retries(read, "gs://b/x", seconds=0)
+
+    with pytest.raises(Unavailable) as raised:
+        retry.call_with_retries(open_folder, "gs://b", seconds=0)
+    reason = "(OSError: [Errno 5] Input/output error)"
+    assert str(raised.value) == f"gs://b: out of reach for 0 seconds {reason}; run again to resume"

@@ -49,6 +49,32 @@ def timed(monkeypatch, rate):
     return asked
 
 
+@pytest.mark.parametrize(("faster_by", "chosen_type"), [(1.5, "bfloat16"), (1.01, "float32")])
+def test_a_cpu_computes_in_bfloat16_if_its_steps_are_faster(
+    here, monkeypatch, faster_by, chosen_type
+):
+    def time_phases(experiment, *_):
+        rounded = experiment.model.compute_dtype == "bfloat16"
+        return [{"steps_per_second": 0.25 * (faster_by if rounded else 1.0)}]
+
+    def choose(*settings, hours=0.2):
+        monkeypatch.setattr(budget, "time_phases", time_phases)
+        request = auto.Request("text", hours, None, settings)
+        return auto.choose_experiment(request, Workdir("w"), types.SimpleNamespace(report=str))
+
+    without_corpus(monkeypatch)
+    choice = choose()
+    assert choice.experiment.model.compute_dtype == chosen_type
+    (line,) = (line for line in choice.reasons if line.startswith("compute type"))
+    assert f"compute type: {chosen_type}; a step takes 4 s in float32" in line
+    # A short run times one type alone, and a type that is set holds.
+    assert choose(hours=0.1).experiment.model.compute_dtype == "float32"
+    for given in ("float32", "bfloat16"):
+        choice = choose(f"model.compute_dtype={given}")
+        assert choice.experiment.model.compute_dtype == given
+        assert not any(line.startswith("compute type") for line in choice.reasons)
+
+
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_language_is_assumed_from_the_script_and_only_english_is_lower_cased(here, code):
     (here / "d.txt").write_text(unicodedata.normalize("NFD", SENTENCES[code]))
@@ -89,12 +115,18 @@ def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch):
         broken.fails(f"auto {other} --hours 1 --workdir w", f"TEXT {other}")
 
 
+def without_corpus(monkeypatch):
+    """No corpus is made; returns the folders that would have one."""
+    made, folders = {"splits": {"train": {"tokens": 5_000}}}, []
+    monkeypatch.setattr(auto.corpus, "prepare", lambda *a: folders.append(f"{a[2]}") or made)
+    monkeypatch.setattr(auto.corpus, "require_enough_text", lambda *_: None)
+    return folders
+
+
 def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
     """The experiment for three minutes of 4 s a step, and its lines; no corpus is made."""
     timed(monkeypatch, rate=0.25)
-    made, said = {"splits": {"train": {"tokens": 5_000}}}, []
-    monkeypatch.setattr(auto.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
-    monkeypatch.setattr(auto.corpus, "require_enough_text", lambda *_: None)
+    said = without_corpus(monkeypatch)
     progress = types.SimpleNamespace(report=said.append)
     request = auto.Request(text, 0.05, base, settings)
     experiment, reasons = auto.choose_experiment(request, Workdir(workdir), progress)

@@ -22,6 +22,7 @@ from bert_jax.text.documents import Document
 from bert_jax.tools.doctor import finding
 from bert_jax.tools.doctor.characters import Characters
 from bert_jax.tools.doctor.finding import Finding, FindingRule, example
+from bert_jax.tools.doctor.languages import LanguageSample
 
 _MAX_CHARACTERS = 300_000_000  # that are read in all, which takes a minute
 # If files are cut short, at least so many characters of each are read.
@@ -208,7 +209,7 @@ class _Survey:
     """Counts the faults of documents."""
 
     def __init__(self, corpus: Corpus):
-        self._corpus, self._characters = corpus, Characters()
+        self._corpus, self._characters, self._sample = corpus, Characters(), LanguageSample()
         self._documents, self._one_sentence, self._repeats = _Tally(), _Tally(), _Tally()
         self._layouts: dict[str, _Tally] = collections.defaultdict(_Tally)
         self._seen: set[int] = set()  # hashes of whole texts
@@ -233,6 +234,7 @@ class _Survey:
             sentences += part_sentences
         if len(self._seen) == distinct_before:
             return  # the checks below count repeated documents once
+        self._sample.add(document)
         for sentence in sentences:
             if len(sentence) > _LONG:
                 excerpt = example(document.location(0), sentence)
@@ -267,4 +269,5 @@ class _Survey:
         for layout, tally in self._layouts.items():
             counts = {"count": tally.count, "documents": total, "scope": scope}
             findings += LAYOUTS[layout].check(tally.count / total, tally.example, **counts)
+        findings += self._sample.findings(self._corpus.language)
         return findings + self._characters.findings(scope)
