@@ -93,7 +93,7 @@ def reject_flags_unless_finetuned(run: Workdir, args: argparse.Namespace, *flags
 def load_model(
     run: Workdir, args: argparse.Namespace, allow_finetuned: bool = True
 ) -> "LoadedModel":
-    """Loads the model of a run or a base; that of a fine-tuned run is a FinetunedModel.
+    """Loads the model of a run or a base; with the head of a task it is a FinetunedModel.
 
     Raises InputError for a fine-tuned run if `allow_finetuned` is False.
     """
@@ -102,7 +102,7 @@ def load_model(
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
-    if allow_finetuned and workdir.holds_finetuning(run):
+    if allow_finetuned and workdir.holds_task(run):
         from bert_jax.tasks.finetuned_model import FinetunedModel
 
         return FinetunedModel.load(run, args.base, args.checkpoint)

@@ -141,7 +141,8 @@ class Task(Section, role="identity", label="task"):
     @property
     def is_scored_by_retrieval(self) -> bool:
         """Returns whether the task is scored by retrieval."""
-        return all(source.startswith("beir:") for source in self.validation)
+        sources = self.validation
+        return bool(sources) and all(source.startswith("beir:") for source in sources)
 
     @property
     def text_columns(self) -> tuple[str, ...]:
