@@ -142,6 +142,7 @@ def head_experiment(base: Base, name: str) -> Finetuning:
         ),
     )
     experiment = config.override(experiment, head.settings)
+    require_usable(model, experiment, name)
     task = experiment.task.with_fields(train=(), validation=())
     return dataclasses.replace(experiment, task=task)
 

@@ -27,11 +27,14 @@ PAIRS = (
 )
 TAGGED = ("We the people of the United States have", "Congress shall make no law")
 QUESTIONS = (
-    ("who has power?", "Every nation has the power to make peace; the Government is of the people."),
+    (
+        "who has power?",
+        "Every nation has the power to make peace; the Government is of the people.",
+    ),
     ("what is free", "The country, the people and the Congress are free."),
 )
 CHOICES = (("the nation is", "great", "of the people"), ("peace", "and power", "will be made"))
-WORDS = re.findall(r"\w+", " ".join(TEXTS[:2]).lower())
+WORDS = re.findall(r"\w+", " ".join((*TEXTS[:2], QUESTIONS[0][1])).lower())
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_LETTERS, *".,;!?"]
 PIECES += [*(f"##{letter}" for letter in _LETTERS), *dict.fromkeys(w for w in WORDS if len(w) > 1)]
@@ -43,7 +46,7 @@ _SIZES = {
     "intermediate_size": 48,
     "max_position_embeddings": 66,
 }
-_ROBERTA = _SIZES | {"vocab_size": 500, "type_vocab_size": 1, "pad_token_id": 1}
+_ROBERTA = _SIZES | {"vocab_size": 501, "type_vocab_size": 1, "pad_token_id": 1}
 # By family: the prefix of its classes, fields of config.json, and the name of the tokenizer.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("Bert", _SIZES | {"vocab_size": len(PIECES)}, "bert"),
@@ -58,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "modernbert": (
         "ModernBert",
         _SIZES
-        | {"vocab_size": 529, "pad_token_id": 528, "cls_token_id": 526, "sep_token_id": 527}
+        | {"vocab_size": 530, "pad_token_id": 528, "cls_token_id": 526, "sep_token_id": 527}
         | {"bos_token_id": 526, "eos_token_id": 527, "local_attention": 16},
         "modernbert",
     ),
@@ -116,7 +119,9 @@ def read_record(folder: pathlib.Path, shapes: dict[str, list[int]]) -> dict[str,
     return {"files": files, "shapes": shapes}
 
 
-def find_answer(tokenizer: Any, row: Any, starts: np.ndarray, ends: np.ndarray) -> tuple[str, float]:
+def find_answer(
+    tokenizer: Any, row: Any, starts: np.ndarray, ends: np.ndarray
+) -> tuple[str, float]:
     """Returns the span of whole words with the largest sum of logits, by trying all spans."""
     question, context = row
     encoding = tokenizer(question, context, return_offsets_mapping=True)
@@ -161,7 +166,9 @@ def ask(model: Any, tokenizer: Any, kind: str) -> list[Any]:
         outputs = [logits(*row) for row in QUESTIONS]
         return [
             find_answer(tokenizer, row, *(values[0].numpy() for values in pair))
-            for row, pair in zip(QUESTIONS, ((x.start_logits, x.end_logits) for x in outputs))
+            for row, pair in zip(
+                QUESTIONS, ((x.start_logits, x.end_logits) for x in outputs), strict=True
+            )
         ]
     answers = []
     for text in TAGGED:
@@ -197,7 +204,9 @@ def main() -> None:
             )
         tokenizer.model_max_length = 66
         cls = prefix + _ENDINGS.get(kind, "ForSequenceClassification")
-        model = getattr(transformers, cls)(getattr(transformers, f"{prefix}Config")(**sizes | fields))
+        model = getattr(transformers, cls)(
+            getattr(transformers, f"{prefix}Config")(**sizes | fields)
+        )
         shapes = {
             key: list(value.shape)
             for key, value in model.state_dict().items()
