@@ -37,25 +37,25 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_156,
-    "checkpoints": 1_225,
-    "cli": 2_490,
-    "config": 2_801,
+    ".": 1_164,
+    "checkpoints": 1_229,
+    "cli": 2_501,
+    "config": 2_802,
     "data": 4_078,
     "distributed": 1_202,
     "embeddings": 1_982,
-    "interop": 3_080,
+    "interop": 3_147,
     "model": 3_532,
     "pretraining": 1_237,
     "serve": 573,
-    "storage": 2_119,
-    "tasks": 5_254,
+    "storage": 2_125,
+    "tasks": 5_361,
     "text": 3_265,
     "tools": 9_092,
     "training": 2_407,
     "benchmarks": 3_327,
     "experiments": 1_841,
-    "tests": 40_207,
+    "tests": 40_684,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -169,7 +169,7 @@ def read(folder: epath.Path) -> Base:
             # Older versions wrote neither `pooling` nor `settings`.
             fields = {"settings": ()} | record["head"]
             lists = {name: tuple(fields[name]) for name in ("kinds", "labels", "settings")}
-            head = Head(**fields | lists, **read_tensors(folder / HEAD))
+            head = Head(**fields | lists | read_tensors(folder / HEAD))
     sha256 = _combine_hashes(hashes["weights_sha256"], hashes["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 

@@ -83,11 +83,10 @@ def require_corpus(run: Workdir) -> None:
         raise InputError(f"{run.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
-def reject_flags_unless_finetuned(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
-    """Raises InputError if a run is not fine-tuned, and --from or one of the flags is given."""
+def reject_base_unless_finetuned(run: Workdir, args: argparse.Namespace) -> None:
+    """Raises InputError if a run is not fine-tuned, and --from is given."""
     if not workdir.holds_finetuning(run):
-        reason = f"{run.address} is not a fine-tuned run"
-        reject_flags(args, ("--from", *flags), reason)
+        reject_flags(args, ("--from",), f"{run.address} is not a fine-tuned run")
 
 
 def load_model(
@@ -97,7 +96,7 @@ def load_model(
 
     Raises InputError for a fine-tuned run if `allow_finetuned` is False.
     """
-    reject_flags_unless_finetuned(run, args)
+    reject_base_unless_finetuned(run, args)
     from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 

@@ -10,7 +10,7 @@ from bert_jax.cli.loading import (
     open_run_or_base,
     print_now,
     read_input_lines,
-    reject_flags_unless_finetuned,
+    reject_base_unless_finetuned,
     require_writable_path,
 )
 from bert_jax.cli.parsing import (
@@ -83,11 +83,12 @@ def predict(args: argparse.Namespace) -> int:
     require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     if holds_task(run):
-        reject_flags(args, ("--next", "--top"), f"{run.address} has the head of a task")
-        reject_flags_unless_finetuned(run, args)
+        reject_flags(args, ("--next", "--top"), f"{run.address} answers a task")
+        reject_base_unless_finetuned(run, args)
         return _predict_finetuned(run, args)
-    flags = ("--source", "--score", "--input", "--out", "--beam", *shared.COLUMN_FLAGS)
-    reject_flags_unless_finetuned(run, args, *flags)
+    flags = ("--from", "--source", "--score", "--input", "--out", "--beam", *shared.COLUMN_FLAGS)
+    remedy = "fine-tune it, or import a model that has one"
+    reject_flags(args, flags, f"{run.address} has no head of a task; {remedy}")
     return _fill_masks(run, args)
 
 

@@ -12,7 +12,7 @@ from bert_jax.cli.loading import (
     open_run_or_base,
     print_now,
     read_input_lines,
-    reject_flags_unless_finetuned,
+    reject_base_unless_finetuned,
     require_writable_path,
 )
 from bert_jax.cli.parsing import Argument, CommandTable, integer, number, reject_flags
@@ -361,7 +361,7 @@ def _load_reranker(path: str | None) -> "TaskModel | None":
 def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
     run = open_run_or_base(args.workdir)
-    reject_flags_unless_finetuned(run, args)
+    reject_base_unless_finetuned(run, args)
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks.finetuned_model import TaskModel
 

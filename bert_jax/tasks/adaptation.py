@@ -109,12 +109,10 @@ def base_head(base: Base, experiment: Finetuning, labels: Sequence[str]) -> dict
 
 
 def head_experiment(base: Base, name: str) -> Finetuning:
-    """Returns the fine-tuning whose result a base with a head is, as far as it is known.
+    """Returns the settings of a fine-tuning whose result is a base with the head of a task.
 
-    Its task has the first of the head's kinds, and no sources.
-
-    Raises:
-      InputError: the base has no head, or a setting of the head is not valid.
+    The task has the first of the head's kinds, and no sources. `name` is that of the base. Raises
+    InputError if the base has no head.
     """
     head, model = base.head, base.model
     if head is None:

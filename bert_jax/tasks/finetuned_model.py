@@ -77,8 +77,9 @@ class TaskModel:
         if isinstance(source, Workdir) and base_lib.is_base(source.root):
             source = LoadedModel.of(source, checkpoint=checkpoint)
         is_run = isinstance(source, Workdir)
-        opened = _open_run(source, base, checkpoint) if is_run else _open_head(source)
-        self.experiment, loaded, notes, restore = opened
+        self.experiment, loaded, notes, restore = (
+            _open_run(source, base, checkpoint) if is_run else _open_head(source)
+        )
         # Only training has negatives.
         self.task = self.experiment.task.with_fields(negative_column="", **task_fields)
         # In the order of the head's outputs; () for a task without labels.
