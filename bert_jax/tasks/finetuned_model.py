@@ -1,5 +1,6 @@
 """Fine-tuned models: `TaskModel` for commands, and `FinetunedModel` of the Python API."""
 
+import copy
 import dataclasses
 import itertools
 import types
@@ -202,6 +203,8 @@ def _open_run(workdir: Workdir, base: str | None, checkpoint: str) -> _Opened:
 def _open_head(base: LoadedModel) -> _Opened:
     experiment = head_experiment(base, base.name)
     loaded = dataclasses.replace(select_weights(base, experiment), source=base.source)
+    loaded.tokenizer = copy.copy(loaded.tokenizer)
+    loaded.tokenizer.tie_cuts_first = True  # as in transformers, where heads come from
     assert base.head is not None  # `head_experiment` has raised InputError
     trained = {"head": {"kernel": base.head.kernel, "bias": base.head.bias}, **loaded.params}
     labels = examples_lib.find_labels(experiment.task, ())

@@ -24,6 +24,7 @@ PAIRS = (
     ("the people of the States", "They have the right to be free."),
     ("a great nation", "It is great, and it is free."),
     ("a great nation", "peace and power are their principle " * 12),  # too long for the model
+    ("peace and power are great " * 12, "the people of the nation have a right " * 14),
 )
 TAGGED = ("We the people of the United States have", "Congress shall make no law")
 QUESTIONS = (
