@@ -39,23 +39,23 @@ AIMS = {
 ABOVE = {
     ".": 1_164,
     "checkpoints": 1_229,
-    "cli": 2_501,
+    "cli": 2_507,
     "config": 2_802,
     "data": 4_078,
     "distributed": 1_202,
     "embeddings": 1_982,
-    "interop": 3_147,
+    "interop": 3_148,
     "model": 3_532,
     "pretraining": 1_237,
     "serve": 573,
     "storage": 2_125,
-    "tasks": 5_361,
-    "text": 3_265,
+    "tasks": 5_366,
+    "text": 3_268,
     "tools": 9_092,
     "training": 2_407,
     "benchmarks": 3_327,
     "experiments": 1_841,
-    "tests": 40_684,
+    "tests": 40_685,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -95,7 +95,8 @@ def set_task(base: Base, kind: str | None, settings: Sequence[str], name: str) -
     head = base.head
     if head is None or kind not in (None, *head.kinds):
         fits = "no head of a task" if head is None else f"a head for {' or '.join(head.kinds)}"
-        raise InputError(f"--kind, --set: {name} has {fits}; remove or change the flag")
+        flag = f"--kind {kind}" if kind else "--set"
+        raise InputError(f"{flag}: {name} has {fits}; remove or change the flag")
     kinds = tuple(sorted(head.kinds, key=lambda other: other != kind))  # the chosen one is first
     inherited = head.settings if kinds == head.kinds else ()  # they are of the old kind
     head = dataclasses.replace(head, kinds=kinds, settings=(*inherited, *settings))
