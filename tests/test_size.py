@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_164,
     "checkpoints": 1_229,
-    "cli": 2_507,
+    "cli": 2_501,
     "config": 2_802,
     "data": 4_078,
     "distributed": 1_202,

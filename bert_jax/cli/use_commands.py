@@ -36,13 +36,7 @@ COMMANDS = CommandTable()
         "input: an example per line, its texts separated by tabs]",
         nargs="*",
     ),
-    Argument(
-        "--workdir",
-        metavar="W",
-        help="a run, a base or a fine-tuned run; a base with the head of a task is used like a "
-        "fine-tuned run",
-        required=True,
-    ),
+    Argument("--workdir", metavar="W", help="a run, a base or a fine-tuned run", required=True),
     Argument("--next", metavar="B", help="second text: print the probability that it follows"),
     Argument(
         "--top",

@@ -143,7 +143,7 @@ def _load_embedder(
     Argument(
         "--rerank",
         metavar="RUN",
-        help="a run of task.kind=rank, or a cross-encoder's base; it reranks the texts found",
+        help="run or base of task.kind=rank that reranks the results",
     ),
     Argument(
         "--candidates",
