@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_407,
     "benchmarks": 3_327,
     "experiments": 1_841,
-    "tests": 40_685,
+    "tests": 40_706,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

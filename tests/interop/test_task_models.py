@@ -176,6 +176,27 @@ def test_a_cross_encoder_sorts_what_a_search_finds_and_is_served():
     assert answer["ranking"][0]["score"] == pytest.approx(scores[0], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "texts", "key", "value"),
+    [
+        ("roberta choice", "task.choice_columns=a,b,c", "peace and of to", "label", "2"),
+        ("bert span", "task.no_answer=possible", "who people", "no_answer", None),
+        ("bert regress", "task.second_column=b", "who people", "texts", ["who", "people"]),
+        ("cross sigmoid", "task.ranking_loss=mse", "peace power", "ranking", None),
+    ],
+)
+def test_a_setting_of_the_import_changes_the_task(name, setting, texts, key, value):
+    import_model(name, "--set", setting)
+    (answer,) = predict(*texts.split())
+    assert value is None or answer[key] == value
+    if key == "ranking":  # the output itself: the inverse of the sigmoid
+        (other,) = bert_jax.load("hf").predict([texts.split()])
+        probability, output = (found["ranking"][0]["score"] for found in (other, answer))
+        assert output == pytest.approx(np.log(probability / (1 - probability)), abs=1e-5)
+    if key == "no_answer":  # the score of [CLS] minus that of the best answer decides
+        assert answer["answer"] == ("" if answer[key] > 0 else answer["best"][0]["answer"])
+
+
 def test_finetuning_starts_from_the_head_under_its_new_labels():
     import_model("bert classify", "--set", "task.labels=1,2,3")
     rows = [{"sentence": text, "label": i} for i, text in enumerate(made.TEXTS, 1)]
