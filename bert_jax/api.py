@@ -32,7 +32,7 @@ from bert_jax.process import logger
 from bert_jax.running import session
 from bert_jax.running.progress import BarProgress, LoggedProgress
 from bert_jax.storage import copies, mirror
-from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
+from bert_jax.storage.workdir import Workdir, holds_finetuning, holds_task, load_experiment
 from bert_jax.tasks import finetuning_job, probes
 from bert_jax.tasks.finetuned_model import FinetunedModel
 from bert_jax.training import mesh as mesh_lib
@@ -141,20 +141,22 @@ def load(
       base: for a fine-tuned run, where its base is now; None: where it was during training.
 
     Returns:
-      For a fine-tuned run a `FinetunedModel`, which also predicts labels, tags or answers.
+      For a fine-tuned run, or a model with the head of a task, a `FinetunedModel`, which also
+      predicts labels, tags or answers.
     """
     if code is not None:
         allow_code_file(os.fspath(code))
     folder = epath.Path(hub.fetch_base(os.fspath(path)))
     run = mirror.open_workdir(folder)
-    if holds_finetuning(run):
-        return FinetunedModel.load(run, None if base is None else os.fspath(base), checkpoint)
-    if base is not None:
+    if base is not None and not holds_finetuning(run):
         raise InputError(f"base: {folder} is not a fine-tuned run; remove base")
+    if holds_task(run):
+        return FinetunedModel.load(run, None if base is None else os.fspath(base), checkpoint)
     has_config = (run.root / "config.json").exists()
     if base_lib.is_base(run.root) or run.experiment.exists() or not has_config:
         return LoadedModel.of(run, checkpoint=checkpoint)
-    return LoadedModel.load_base(huggingface.read_folder(run.root, logger.info), folder.name)
+    loaded = LoadedModel.load_base(huggingface.read_folder(run.root, logger.info), folder.name)
+    return loaded if loaded.head is None else FinetunedModel.load(loaded)
 
 
 def _load(model: LoadedModel | Path) -> LoadedModel:
@@ -306,6 +308,8 @@ def import_weights(
     vocabulary: Path | None = None,
     keep: int = 0,
     add: Path | None = None,
+    kind: str | None = None,
+    settings: Sequence[str] = (),
 ) -> LoadedModel:
     """Turns another library's checkpoint, or a run, into a base, and loads the base.
 
@@ -317,6 +321,8 @@ def import_weights(
       vocabulary: a file or folder of text; tokens that this text does not use are removed.
       keep: with `vocabulary`, the number of most frequent tokens to keep; 0: all that are used.
       add: a file of words, one on each line, that become tokens.
+      kind: if the source has the head of a task, its `task.kind`; None: the one that is likely.
+      settings: settings of this task, such as "task.max_sequence_length=256".
     """
     if keep and vocabulary is None:
         raise InputError("keep: requires vocabulary, the text whose tokens are counted")
@@ -330,6 +336,8 @@ def import_weights(
         text="" if vocabulary is None else os.fspath(vocabulary),
         limit=keep,
         words="" if add is None else os.fspath(add),
+        kind=kind,
+        settings=settings,
     )
     return load(target)
 

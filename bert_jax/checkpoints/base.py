@@ -29,6 +29,7 @@ from bert_jax.config import Experiment, Model
 from bert_jax.errors import InputError, TranslateRustErrors, translate_parser_errors
 from bert_jax.storage.copies import new_folder
 from bert_jax.storage.workdir import (
+    HEAD,
     is_complete,
     mark_complete,
     read_json,
@@ -40,7 +41,7 @@ from bert_jax.text import tokenizer as tokenizer_lib
 FORMAT_VERSION = 1
 
 _JSON, _WEIGHTS, _TOKENIZER = "base.json", "params.safetensors", "tokenizer"
-_MOMENTS, _HEAD = "moments.safetensors", "head.safetensors"
+_MOMENTS = "moments.safetensors"
 # Endings of fields of a model that may differ from those of the weights.
 _FREE = ("compute_dtype", "dropout_rng", "initializer_range", "initialization", "dropout_prob")
 _FLOATS = {
@@ -81,11 +82,13 @@ class TextVectors:
 class Head:
     """The head of the task that a base was fine-tuned for."""
 
-    kinds: tuple[str, ...]  # values of `task.kind` that the head fits
+    # Values of `task.kind` that the head fits; `predict` uses the first.
+    kinds: tuple[str, ...]
     labels: tuple[str, ...]  # names of the outputs; () if they have none
     kernel: np.ndarray  # float32 [D, outputs]
     bias: np.ndarray  # float32 [outputs]
     pooling: Literal["cls", "mean"] = "cls"  # reads the state of [CLS], or the mean of all tokens
+    settings: tuple[str, ...] = ()  # FIELD=VALUE of its `Finetuning`; see `tasks.imported_head`
 
 
 @dataclasses.dataclass
@@ -133,8 +136,8 @@ def write(base: Base, folder: epath.Path) -> None:
         if base.head is not None:
             head = dict(vars(base.head))
             tensors = {name: head.pop(name) for name in ("kernel", "bias")}
-            write_tensors(new / _HEAD, tensors, metadata)
-            record |= {"head": head, "head_sha256": _sha256(new / _HEAD)}
+            write_tensors(new / HEAD, tensors, metadata)
+            record |= {"head": head, "head_sha256": _sha256(new / HEAD)}
         write_json(new / _JSON, record)
         mark_complete(new)
 
@@ -149,7 +152,7 @@ def read(folder: epath.Path) -> Base:
     path, remedy = folder / _JSON, "import it again"
     record = read_json(path, FORMAT_VERSION, remedy, remedy)
     tokenizer = tokenizer_lib.load(folder / _TOKENIZER)
-    files = {"weights": _WEIGHTS, "moments": _MOMENTS, "head": _HEAD}
+    files = {"weights": _WEIGHTS, "moments": _MOMENTS, "head": HEAD}
     hashes = {f"{name}_sha256": _sha256(folder / file) for name, file in files.items()}
     for name, sha256 in (hashes | {"tokenizer_sha256": tokenizer.sha256}).items():
         if record.get(name, "") != sha256:
@@ -163,9 +166,10 @@ def read(folder: epath.Path) -> Base:
         params, fresh = _tree(folder / _WEIGHTS), tuple(record["fresh"])
         source, vectors, head = record["source"], read_vectors(record), None
         if hashes["head_sha256"]:
-            kinds, labels = (tuple(record["head"][name]) for name in ("kinds", "labels"))
-            pooling = record["head"].get("pooling", "cls")  # older versions wrote none
-            head = Head(kinds, labels, **read_tensors(folder / _HEAD), pooling=pooling)
+            # Older versions wrote neither `pooling` nor `settings`.
+            fields = {"settings": ()} | record["head"]
+            lists = {name: tuple(fields[name]) for name in ("kinds", "labels", "settings")}
+            head = Head(**fields | lists | read_tensors(folder / HEAD))
     sha256 = _combine_hashes(hashes["weights_sha256"], hashes["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 

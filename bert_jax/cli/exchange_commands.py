@@ -1,6 +1,7 @@
 """The commands that import models from other libraries, and export models to them."""
 
 import argparse
+import itertools
 import os
 
 from etils import epath
@@ -9,7 +10,7 @@ from bert_jax.cli import shared
 from bert_jax.cli.loading import load_model, open_run_or_base, print_now
 from bert_jax.cli.parsing import Argument, CommandTable, integer, reject_flags
 from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
-from bert_jax.interop import hub
+from bert_jax.interop import hub, names
 from bert_jax.storage import copies
 from bert_jax.storage.workdir import Workdir
 
@@ -55,6 +56,19 @@ COMMANDS = CommandTable()
         help="import bert_adam's moments too, if SOURCE is a run; new runs from this base start "
         "with these moments and a fresh schedule",
     ),
+    Argument(
+        "--kind",
+        help="if SOURCE has the head of a task: the task.kind with which `predict` uses it [the "
+        "one that is likely; the last line names it]",
+        choices=tuple(itertools.chain(*names.TASKS.values())),
+    ),
+    Argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="a setting of this task, e.g. task.max_sequence_length=256; may be repeated",
+        action="append",
+        default=[],
+    ),
     shared.CUSTOM_CODE,
 )
 def import_base(args: argparse.Namespace) -> int:
@@ -78,6 +92,8 @@ def import_base(args: argparse.Namespace) -> int:
         text=args.pruning_text or "",  # a path or a source
         limit=args.keep,
         words=args.add or "",  # the path of a file
+        kind=args.kind,
+        settings=args.set,
     )
     return FINISHED
 

@@ -18,7 +18,7 @@ from bert_jax.cli.loading import (
     open_run_or_base,
     print_now,
     read_input_lines,
-    reject_flags_unless_finetuned,
+    reject_base_unless_finetuned,
     require_corpus,
     resolve_experiment,
 )
@@ -185,7 +185,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         raise InputError(f"--task: {remedy}")
     runs = {path: open_run_or_base(path) for path in (args.workdir, *args.also)}
     for run in runs.values():
-        reject_flags_unless_finetuned(run, args)
+        reject_base_unless_finetuned(run, args)
     from bert_jax.tasks import probes  # score tasks of every kind
 
     columns = shared.column_fields(args)

@@ -83,26 +83,25 @@ def require_corpus(run: Workdir) -> None:
         raise InputError(f"{run.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
-def reject_flags_unless_finetuned(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
-    """Raises InputError if a run is not fine-tuned, and --from or one of the flags is given."""
+def reject_base_unless_finetuned(run: Workdir, args: argparse.Namespace) -> None:
+    """Raises InputError if a run is not fine-tuned, and --from is given."""
     if not workdir.holds_finetuning(run):
-        reason = f"{run.address} is not a fine-tuned run"
-        reject_flags(args, ("--from", *flags), reason)
+        reject_flags(args, ("--from",), f"{run.address} is not a fine-tuned run")
 
 
 def load_model(
     run: Workdir, args: argparse.Namespace, allow_finetuned: bool = True
 ) -> "LoadedModel":
-    """Loads the model of a run or a base; that of a fine-tuned run is a FinetunedModel.
+    """Loads the model of a run or a base; with the head of a task it is a FinetunedModel.
 
     Raises InputError for a fine-tuned run if `allow_finetuned` is False.
     """
-    reject_flags_unless_finetuned(run, args)
+    reject_base_unless_finetuned(run, args)
     from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
-    if allow_finetuned and workdir.holds_finetuning(run):
+    if allow_finetuned and workdir.holds_task(run):
         from bert_jax.tasks.finetuned_model import FinetunedModel
 
         return FinetunedModel.load(run, args.base, args.checkpoint)

@@ -10,7 +10,7 @@ from bert_jax.cli.loading import (
     open_run_or_base,
     print_now,
     read_input_lines,
-    reject_flags_unless_finetuned,
+    reject_base_unless_finetuned,
     require_writable_path,
 )
 from bert_jax.cli.parsing import (
@@ -21,7 +21,7 @@ from bert_jax.cli.parsing import (
     reject_flags,
 )
 from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
-from bert_jax.storage.workdir import Workdir, holds_finetuning
+from bert_jax.storage.workdir import Workdir, holds_task
 
 COMMANDS = CommandTable()
 
@@ -82,11 +82,13 @@ def predict(args: argparse.Namespace) -> int:
     """Predicts with a fine-tuned run, or fills [MASK]."""
     require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
-    if holds_finetuning(run):
-        reject_flags(args, ("--next", "--top"), f"{run.address} is a fine-tuned run")
+    if holds_task(run):
+        reject_flags(args, ("--next", "--top"), f"{run.address} answers a task")
+        reject_base_unless_finetuned(run, args)
         return _predict_finetuned(run, args)
-    flags = ("--source", "--score", "--input", "--out", "--beam", *shared.COLUMN_FLAGS)
-    reject_flags_unless_finetuned(run, args, *flags)
+    flags = ("--from", "--source", "--score", "--input", "--out", "--beam", *shared.COLUMN_FLAGS)
+    remedy = "fine-tune it, or import a model that has one"
+    reject_flags(args, flags, f"{run.address} has no head of a task; {remedy}")
     return _fill_masks(run, args)
 
 
@@ -125,20 +127,12 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
     model = load_model(run, args)
     from bert_jax.pretraining.loaded_model import Predictor
     from bert_jax.text.tokenizer import UnknownShare
-    from bert_jax.text.vocabulary import MASK
 
     encode = Predictor(model.model, model.tokenizer).encode
     unknown_share = UnknownShare(model.tokenizer)
     inputs = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in inputs or _read_pairs():
         with prefix_errors(where):
-            if model.head is not None and MASK not in f"{a} {b}":
-                kinds = model.head.kinds
-                raise InputError(
-                    f"{args.workdir}: predict cannot use the imported task head of this base; "
-                    "write [MASK] in the text, or fine-tune the head with `bert-jax finetune "
-                    f"--kind {kinds[0]} --from {args.workdir} ...` and pass that run as --workdir"
-                )
             answer = model.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
             unknown_share.add([encode(text)])

@@ -12,13 +12,13 @@ from bert_jax.cli.loading import (
     open_run_or_base,
     print_now,
     read_input_lines,
-    reject_flags_unless_finetuned,
+    reject_base_unless_finetuned,
     require_writable_path,
 )
 from bert_jax.cli.parsing import Argument, CommandTable, integer, number, reject_flags
-from bert_jax.config import Finetuning, Parallelism, source_of
+from bert_jax.config import Parallelism, source_of
 from bert_jax.errors import FINISHED, InputError, printable
-from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
+from bert_jax.storage.workdir import Workdir, holds_task
 
 if typing.TYPE_CHECKING:
     from bert_jax.embeddings.embed import Embedder
@@ -143,7 +143,7 @@ def _load_embedder(
     Argument(
         "--rerank",
         metavar="RUN",
-        help="a run of task.kind=rank that reranks the texts found",
+        help="run or base of task.kind=rank that reranks the results",
     ),
     Argument(
         "--candidates",
@@ -285,16 +285,18 @@ def mine(args: argparse.Namespace) -> int:
 
 
 def _load_reranker(path: str | None) -> "TaskModel | None":
-    """Returns the model of a run of task.kind=rank; None if `path` is None."""
+    """Returns the model of a run or base of task.kind=rank; None if `path` is None."""
     if path is None:
         return None
     run = open_run_or_base(path)
-    kind = load_experiment(run, Finetuning).task.kind if holds_finetuning(run) else "none"
-    if kind != "rank":
-        raise InputError(f"--rerank {path}: has task.kind={kind}; name a run of task.kind=rank")
     from bert_jax.tasks.finetuned_model import TaskModel
 
-    return TaskModel(run)
+    model = TaskModel(run) if holds_task(run) else None
+    kind = "none" if model is None else model.task.kind
+    if model is None or kind != "rank":
+        remedy = "name a run of task.kind=rank, or a base with the head of a cross-encoder"
+        raise InputError(f"--rerank {path}: has task.kind={kind}; {remedy}")
+    return model
 
 
 @COMMANDS.add(
@@ -359,7 +361,7 @@ def _load_reranker(path: str | None) -> "TaskModel | None":
 def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
     run = open_run_or_base(args.workdir)
-    reject_flags_unless_finetuned(run, args)
+    reject_base_unless_finetuned(run, args)
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks.finetuned_model import TaskModel
 
@@ -375,7 +377,7 @@ def serve(args: argparse.Namespace) -> int:
     )
     with service.bind_socket(args.host, args.port) as bound_socket:
         enable_compilation_cache()
-        task_model = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
+        task_model = TaskModel(run, args.base, args.checkpoint) if holds_task(run) else None
         if task_model is not None and not task_model.task.spec.makes_vectors:
             reject_flags(args, shared.VECTOR_FLAGS, f"{args.workdir}: this run makes no vectors")
             endpoint = endpoints.PredictEndpoint(task_model)

@@ -65,8 +65,8 @@ class Task(Section, role="identity", label="task"):
     """
 
     # What is predicted. classify: a label of a text; pair: a label of two texts; regress: a number
-    # of two texts; choice: one of several texts; tag: a label of each word; span: a part of a
-    # context; generate: another text; minimal_pairs: the acceptable one of two texts; similar: a
+    # of one or two texts; choice: one of several texts; tag: a label of each word; span: a part of
+    # a context; generate: another text; minimal_pairs: the acceptable one of two texts; similar: a
     # vector of a text, close to those of similar texts. The others find which texts answer a query
     # best. rank: by reading both; sparse: by a weight for each token of the vocabulary;
     # multi_vector: by a vector for each token.
@@ -141,7 +141,8 @@ class Task(Section, role="identity", label="task"):
     @property
     def is_scored_by_retrieval(self) -> bool:
         """Returns whether the task is scored by retrieval."""
-        return all(source.startswith("beir:") for source in self.validation)
+        sources = self.validation
+        return bool(sources) and all(source.startswith("beir:") for source in sources)
 
     @property
     def text_columns(self) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ KINDS = {
     "classify": KindSpec("labels:SentenceKind", _LABEL_SCORES, settings=_LABEL_SETTINGS),
     "pair": KindSpec("labels:SentenceKind", _LABEL_SCORES, settings=_LABEL_SETTINGS, **_PAIR),
     "regress": KindSpec(
-        "labels:RegressionKind", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
+        "labels:RegressionKind", ("spearman", "pearson"), _TWO_TEXTS, ("adapt.pooling",)
     ),
     "choice": KindSpec(
         "labels:ChoiceKind",

@@ -50,7 +50,7 @@ def render(
         task = "text-ranking"
     name = FAMILIES[family(trained.model)].label
     # A model with a `source` is a base, which bert_jax did not necessarily pre-train.
-    made = "fine-tuned" if finetuning else "written" if trained.source else "pre-trained"
+    made = "written" if trained.source else "fine-tuned" if finetuning else "pre-trained"
     use = f", for texts of task.kind={finetuning.task.kind}" if finetuning else ""
     is_for_texts = task in ("feature-extraction", "text-ranking")
     library = "sentence-transformers" if is_for_texts else "transformers"
@@ -77,7 +77,8 @@ def render(
         lines += [f"- {name}: {value:.6g}" for name, value in numbers]
     if trained.manifest is not None:
         lines += ["", "## Text", "", *_corpus(trained)]
-    if (recipe := finetuning or trained.experiment) is not None:
+    recipe = finetuning or trained.experiment
+    if recipe is not None and not trained.source:
         lines += ["", "## Recipe", "", f"- step: {trained.step}", *_identity_fields(recipe)]
     return "\n".join(lines) + "\n"
 

@@ -13,6 +13,7 @@ from bert_jax.checkpoints.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop.names import HEADS, PARTS, TASKS, family
+from bert_jax.interop.sentence_transformers import RANKING_LOSSES, SIGMOID, read_activation
 from bert_jax.interop.vocabularies import read_object, require
 from bert_jax.pretraining.loaded_model import LoadedModel
 
@@ -194,18 +195,29 @@ def head_of(
             f"{list(weight.shape)} and {list(bias.shape)} for width {width}; restore the folder"
         )
     (kinds,) = (TASKS[ending] for ending in TASKS if architecture.endswith(ending))
+    id2label = hf_config.get("id2label")
+    id2label = id2label if isinstance(id2label, dict) else {}
+    is_unsupported, settings = False, ()
+    if kinds == ("choice",) and len(id2label) > 1:
+        settings = (f"task.choice_columns={','.join(f'ending{i}' for i in range(len(id2label)))}",)
     if "regress" in kinds:
-        kinds = ("regress", "rank") if len(bias) == 1 else ("classify", "pair")
+        activation = read_activation(path.parent, hf_config)
+        if len(bias) > 1:
+            kinds = ("pair", "classify") if activation else ("classify", "pair")
+        elif activation or hf_config.get("problem_type") != "regression":
+            loss = RANKING_LOSSES.get(activation or SIGMOID)
+            kinds, is_unsupported = ("rank", "regress"), loss is None
+            settings = (f"task.ranking_loss={loss}",)
+        else:
+            kinds = ("regress", "rank")
     has_pooling = architecture.startswith("ModernBert") and kinds[0] not in ("tag", "span")
     pooling = hf_config.get("classifier_pooling", "cls") if has_pooling else "cls"
-    is_unsupported = hf_config.get("problem_type") == "multi_label_classification"
+    is_unsupported |= hf_config.get("problem_type") == "multi_label_classification"
     is_unsupported |= pooling not in ("cls", "mean")
     if is_unsupported or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
         return None
-    if kinds[0] not in ("classify", "tag"):
-        return Head(kinds, (), weight.T, bias, pooling)
-    id2label = hf_config.get("id2label")
-    id2label = id2label if isinstance(id2label, dict) else {}
+    if kinds[0] in ("regress", "rank", "choice", "span"):
+        return Head(kinds, (), weight.T, bias, pooling, settings)
     labels = tuple(str(id2label.get(str(i), f"LABEL_{i}")) for i in range(len(bias)))
     return Head(kinds, labels, weight.T, bias, pooling)
 

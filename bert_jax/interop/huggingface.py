@@ -73,7 +73,9 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
         head = configs.head_of(folder / "config.json", architecture, tensors, model.hidden_size)
         tensors = weights.without_head(tensors, model, architecture)
         parts, name = names.HEADS[architecture]
-        use = "is not imported" if head is None else "is kept for tasks of the same kind and labels"
+        use = "is kept"
+        if head is None:
+            use = "is not imported: no task.kind has its outputs, such as several labels of a text"
         report(f"{architecture}: its head ({name}) {use}")
         if "masked_lm" in parts:  # files of this class lack the output bias
             fresh = ("masked_lm/output_bias",)

@@ -18,8 +18,10 @@ from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import SWEEP, Workdir
+from bert_jax.tasks.adaptation import head_experiment
 from bert_jax.text import documents, sentence_splitter, vocabulary_edits
 from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.text.records import quote_names
 from bert_jax.text.sources import source_from_path
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
@@ -33,6 +35,8 @@ def import_weights(
     text: str = "",
     limit: int = 0,
     words: str = "",
+    kind: str | None = None,
+    settings: Sequence[str] = (),
 ) -> None:
     """Makes a base from a run's newest checkpoint, or from another library's checkpoint.
 
@@ -45,8 +49,12 @@ def import_weights(
       text: a source of text; tokens that it does not use are removed.
       limit: maximum number of tokens that `text` keeps, the most frequent ones; 0: all used ones.
       words: a file of words, one on each line, that become tokens.
+      kind: the `task.kind` of the source's head; None: the one that is likely.
+      settings: FIELD=VALUE of the `Finetuning` of the head, such as "task.no_answer=possible".
     """
     base = _read(source, report, with_moments)
+    if kind or settings:
+        base = set_task(base, kind, settings, str(source))
     if vocabulary is not None:
         tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
         base, known = replace_tokenizer(base, tokenizer)
@@ -66,6 +74,10 @@ def import_weights(
         length = ", scaled to length 1" * vectors.normalize
         max_length = vectors.max_length or cfg.max_position_embeddings
         more += f"; vectors of texts: {vectors.pooling}{length}, at most {max_length} tokens"
+    if head := base.head:
+        labels = f" with the labels {quote_names(head.labels)}" if head.labels else ""
+        others = f" (or --kind {' or '.join(head.kinds[1:])})" if head.kinds[1:] else ""
+        more += f"; task.kind={head.kinds[0]}{labels}{others}"
     report(
         printable(
             f"imported {source} to {target}: {pluralize(cfg.num_hidden_layers, 'layer')}, "
@@ -73,6 +85,27 @@ def import_weights(
             f"wide, {cfg.vocab_size} tokens, {base.tokenizer.case}{more}"
         )
     )
+
+
+def set_task(base: Base, kind: str | None, settings: Sequence[str], name: str) -> Base:
+    """Returns the base with another kind and other settings of its head's task.
+
+    Labels in the settings rename those of the head. `name` is that of the base in messages.
+    """
+    head = base.head
+    if head is None or kind not in (None, *head.kinds):
+        fits = "no head of a task" if head is None else f"a head for {' or '.join(head.kinds)}"
+        flag = f"--kind {kind}" if kind else "--set"
+        raise InputError(f"{flag}: {name} has {fits}; remove or change the flag")
+    kinds = tuple(sorted(head.kinds, key=lambda other: other != kind))  # the chosen one is first
+    inherited = head.settings if kinds == head.kinds else ()  # they are of the old kind
+    head = dataclasses.replace(head, kinds=kinds, settings=(*inherited, *settings))
+    labels = head_experiment(dataclasses.replace(base, head=head), name).task.labels
+    if head.labels:
+        if len(labels) != len(head.labels):
+            raise InputError(f"task.labels: the head of {name} has {len(head.labels)} labels")
+        head = dataclasses.replace(head, labels=labels)
+    return dataclasses.replace(base, head=head)
 
 
 def _read(source: epath.Path, report: Report, with_moments: bool) -> Base:

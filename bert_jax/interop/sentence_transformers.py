@@ -28,6 +28,13 @@ _MODES = {
 _MODE_ALIASES = {"lasttoken": "last"}
 # Names of prompts by role, the usual name first.
 _PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage", "corpus")}
+# What a CrossEncoder applies to one output, by `task.ranking_loss`; and the loss that an imported
+# head gets for it.
+SIGMOID, _IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+ACTIVATIONS = {"binary_cross_entropy": SIGMOID, "mse": _IDENTITY, "list_net": _IDENTITY}
+RANKING_LOSSES = {SIGMOID: "binary_cross_entropy", _IDENTITY: "mse"}
+_CROSS_ENCODER = "CrossEncoder"
+_SETTINGS = "config_sentence_transformers.json"
 _REMEDY = "its vectors cannot be imported; delete modules.json to import only the encoder"
 
 
@@ -42,13 +49,16 @@ def read(
     with translate_parser_errors(modules_path, _REMEDY):
         entries = json.loads(modules_path.read_text())
         modules = [(entry["type"].split(".")[-1], entry["path"]) for entry in entries]
+    path = folder / _SETTINGS
+    prompt_settings = _read_optional(path)
+    if modules == _MODULES[:1] and prompt_settings.get("model_type") == _CROSS_ENCODER:
+        require(path, "default_prompt_name", prompt_settings.get("default_prompt_name"), [None])
+        return TextVectors(max_length=max_length) if max_length else None
     if modules not in (_MODULES, _MODULES[:2]):
         raise InputError(f"{modules_path}: {modules}: only {_MODULES} are supported; {_REMEDY}")
     fields = read_object(pooling)
     mode = _pooling_mode(pooling, fields)
     transformer = _read_optional(folder / "sentence_bert_config.json")
-    path = folder / "config_sentence_transformers.json"
-    prompt_settings = _read_optional(path)
     unsupported = {
         "do_lower_case": tokenizer.case == "cased" and transformer.get("do_lower_case"),
         "default_prompt_name": prompt_settings.get("default_prompt_name"),
@@ -65,6 +75,22 @@ def read(
     if any(prefixes.values()):
         require(pooling, "include_prompt", fields.get("include_prompt", True), [True])
     return TextVectors(mode, len(modules) == len(_MODULES), max_length, **prefixes)
+
+
+def read_activation(folder: epath.Path, hf_config: dict[str, Any]) -> str | None:
+    """Returns the torch class that a CrossEncoder applies to its outputs.
+
+    Returns None if neither the folder nor its config.json is that of a CrossEncoder.
+    """
+    settings = _read_optional(folder / _SETTINGS)
+    is_cross_encoder = settings.get("model_type") == _CROSS_ENCODER  # since version 6
+    stated = hf_config.get("sentence_transformers") or {}
+    return (
+        (is_cross_encoder and settings.get("activation_fn"))
+        or (isinstance(stated, dict) and stated.get("activation_fn"))
+        or hf_config.get("sbert_ce_default_activation_function")  # before version 4
+        or (SIGMOID if is_cross_encoder else None)
+    )
 
 
 def _pooling_mode(path: epath.Path, fields: dict[str, Any]) -> Any:
@@ -103,7 +129,7 @@ def write(trained: LoadedModel, folder: epath.Path) -> None:
     prompts = _prompts(vectors)
     if any(prompts.values()):
         settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
-        write_json(folder / "config_sentence_transformers.json", settings)
+        write_json(folder / _SETTINGS, settings)
     for _, path in modules[1:]:
         (folder / path).mkdir()
     modes = {name: mode == vectors.pooling for name, mode in _MODES.items()}
@@ -137,7 +163,7 @@ def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.P
         token_input = {"module_input_name": "token_embeddings"}
         dense: dict[str, Any] = {"in_features": kernel.shape[1], "bias": False}
         dense["out_features"] = kernel.shape[0]
-        dense["activation_function"] = "torch.nn.modules.linear.Identity"
+        dense["activation_function"] = _IDENTITY
         skipped = TokenSelection(trained.tokenizer, vectors).skipped_tokens
         mask = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask"
         modules = [
@@ -157,9 +183,7 @@ def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.P
     settings = {"model_type": kind, "prompts": _prompts(vectors), "default_prompt_name": None}
     write_json(folder / "modules.json", listed)
     write_json(folder / "sentence_bert_config.json", transformer)
-    write_json(
-        folder / "config_sentence_transformers.json", settings | {"similarity_fn_name": similarity}
-    )
+    write_json(folder / _SETTINGS, settings | {"similarity_fn_name": similarity})
     for _, path, fields in modules:
         (folder / path).mkdir()
         write_json(folder / path / "config.json", fields)

@@ -108,9 +108,10 @@ RULES: dict[str, dict[str, SettingRule]] = {
         "max_seq_length": _honoured("texts are truncated to this length; at least 3"),
         "do_lower_case": _honoured("refused with a cased vocabulary"),
         "transformer_task": _refused(
-            "another model class", (None, "feature-extraction", "fill-mask")
+            "another model class",
+            (None, "feature-extraction", "fill-mask", "sequence-classification"),
         ),
-        "module_output_name": _refused("another output", (None, "token_embeddings")),
+        "module_output_name": _refused("another output", (None, "token_embeddings", "scores")),
         **dict.fromkeys(("processing_kwargs", "tokenizer_name_or_path"), _OTHER_INPUT),
         **dict.fromkeys(("query_length", "document_length", "query_expansion"), _OTHER_INPUT),
         **dict.fromkeys(("config_args", "config_kwargs"), _OTHER_INPUT),

@@ -43,6 +43,7 @@ from bert_jax.storage import retry
 T = TypeVar("T", bound=Section)
 
 COMPLETE, SWEEP = "COMPLETE", "sweep.json"
+HEAD = "head.safetensors"  # in a base: the head of a task
 
 # The files of a run that training writes, and that are copied to its bucket.
 RUN_FILES = (
@@ -116,6 +117,11 @@ def holds_finetuning(workdir: Workdir) -> bool:
         return False
     text, where = _experiment_text(workdir)
     return files.kind_of(json_object(text, where)) is Finetuning
+
+
+def holds_task(workdir: Workdir) -> bool:
+    """Returns whether the workdir holds a fine-tuned run, or a base with the head of a task."""
+    return (workdir.root / HEAD).exists() or holds_finetuning(workdir)
 
 
 def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base
-from bert_jax.config import Finetuning, Model, Parallelism, Task
+from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
+from bert_jax.tasks.examples import ENTITY_TAG
 from bert_jax.tasks.rows import INPUT_NAMES, Batch, TaskRows, eval_batches
 from bert_jax.tasks.task_objective import TaskObjective, part_below_head, require_tagger_layers
 from bert_jax.text.tokenizer import Tokenizer
@@ -23,19 +25,35 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 
 Batches = list[tuple[np.ndarray, Batch]]  # from `eval_batches`
+# The columns that the task of an imported head reads by default, for kinds that need others than
+# `Task`'s own.
+_HEAD_COLUMNS: dict[str, Any] = {
+    "pair": {"text_column": "sentence1", "second_column": "sentence2"},
+    "rank": {"text_column": "query", "second_column": "docs", "label_column": "labels"},
+    "choice": {"choice_columns": ("ending0", "ending1")},
+    "tag": {"text_column": "words", "label_column": "tags"},
+}
+# The longest row of such a task by default: `serve` compiles a program for each length. For spans
+# it is SQuAD's.
+_HEAD_LENGTH, _SPAN_LENGTH = 512, 384
 
 
 def read_base(experiment: Finetuning) -> Base:
-    """Reads onto the host those weights of the base that a task can use.
+    """Reads the base of a run as `select_weights` returns it."""
+    if not experiment.init_from:
+        raise InputError("--from: name a base or a run whose encoder is to be adapted")
+    trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))  # local or in a bucket
+    return select_weights(trained, experiment)
+
+
+def select_weights(trained: Base, experiment: Finetuning) -> Base:
+    """Returns a base with only those weights that a task can use, on the host.
 
     These are `encoder`, the part below the head, and `projection`, a layer for vectors of tokens. A
     decoder or sparse vectors use all of `masked_lm` instead of the part below the head. The model
     has the dropout rates and the compute type of `adapt`. The hash covers the weights, the
     tokenizer and the pooling of a head; a run saves it to identify its base.
     """
-    if not experiment.init_from:
-        raise InputError("--from: name a base or a run whose encoder is to be adapted")
-    trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))  # local or in a bucket
     adapt, reads = experiment.adapt, experiment.task.spec.implementing_class.reads
     reads_masked_lm = reads in ("decoder", "masked_lm")
     require_usable(trained.model, experiment, experiment.init_from)
@@ -88,6 +106,43 @@ def base_head(base: Base, experiment: Finetuning, labels: Sequence[str]) -> dict
         return None
     order = [head.labels.index(label) for label in labels] if head.labels else slice(None)
     return {"kernel": head.kernel[:, order], "bias": head.bias[order]}
+
+
+def head_experiment(base: Base, name: str) -> Finetuning:
+    """Returns the settings of a fine-tuning whose result is a base with the head of a task.
+
+    The task has the first of the head's kinds, and no sources. `name` is that of the base. Raises
+    InputError if the base has no head.
+    """
+    head, model = base.head, base.model
+    if head is None:
+        raise InputError(
+            f"{name}: has no head of a task; fine-tune it, or import a model that has one"
+        )
+    kind = head.kinds[0]
+    length = (base.vectors.max_length if base.vectors else 0) or model.max_position_embeddings
+    length = min(length, _SPAN_LENGTH if kind == "span" else _HEAD_LENGTH)
+    fields = _HEAD_COLUMNS.get(kind, {}) | {"max_sequence_length": length, "labels": head.labels}
+    if kind == "span":  # for rows of 384 tokens the numbers of SQuAD
+        fields |= {"max_query_length": length // 6, "document_stride": length // 3}
+    if kind == "tag" and not all(map(ENTITY_TAG.fullmatch, head.labels)):
+        fields["score"] = "accuracy"
+    source = ("tfds:-:-",)  # required, but never read
+    experiment = Finetuning(
+        name=config.name_of(name) or "base",
+        init_from=name,
+        task=Task(kind=kind, train=source, validation=source, **fields),
+        adapt=Adapt(
+            hidden_dropout_prob=model.hidden_dropout_prob,
+            attention_probs_dropout_prob=model.attention_probs_dropout_prob,
+            head_dropout_prob=model.hidden_dropout_prob,
+            compute_dtype=model.compute_dtype,
+        ),
+    )
+    experiment = config.override(experiment, head.settings)
+    require_usable(model, experiment, name)
+    task = experiment.task.with_fields(train=(), validation=())
+    return dataclasses.replace(experiment, task=task)
 
 
 def base_params(base: Base, objective: TaskObjective) -> dict[str, Any]:

@@ -30,7 +30,7 @@ NoAnswer = Literal["never", "possible"]  # "never": every question has an answer
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # IOB2: O, B-TYPE and I-TYPE. "-TYPE" may be missing.
-_ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
+ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
 # A message names the locations of at most this many broken rows.
 _SHOWN_LOCATIONS = 3
 
@@ -411,7 +411,7 @@ def find_labels(task: Task, train: Sequence[Any]) -> tuple[str, ...]:
             "set task.score=macro_f1"
         )
     if task.main_score == "entity_f1":
-        for label in itertools.filterfalse(_ENTITY_TAG.fullmatch, labels):
+        for label in itertools.filterfalse(ENTITY_TAG.fullmatch, labels):
             raise InputError(
                 f"task.score=entity_f1: the tag {excerpt(label)} is not O, B-TYPE or I-TYPE; set "
                 "task.score=accuracy, or convert the tags"

@@ -1,11 +1,13 @@
 """Fine-tuned models: `TaskModel` for commands, and `FinetunedModel` of the Python API."""
 
+import copy
 import dataclasses
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from bert_jax.checkpoints import base as base_lib
@@ -22,23 +24,41 @@ from bert_jax.pretraining.loaded_model import (
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
-from bert_jax.tasks.adaptation import compile_forward, frozen_params, read_base
+from bert_jax.tasks.adaptation import (
+    compile_forward,
+    frozen_params,
+    head_experiment,
+    read_base,
+    select_weights,
+)
 from bert_jax.tasks.examples import Example, Tally
 from bert_jax.tasks.task_kind import TaskKind
 from bert_jax.tasks.task_objective import merged_params
 from bert_jax.text.tokenizer import UnknownShare
+from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import step
 
 # The number of examples whose rows are in memory at once.
 WINDOW = 2048
 
 
+class _Opened(NamedTuple):
+    """A checkpoint of a fine-tuned run, or a base with the head of a task."""
+
+    experiment: Finetuning
+    base: base_lib.Base  # the weights that the task can use
+    notes: Mapping[str, Any]  # of the checkpoint (`Job.notes`)
+    # Maps abstract parameters to the step of the checkpoint, its parameters, and its notes.
+    restore: Callable[[Any], tuple[int, Any, Mapping[str, Any]]]
+
+
 class TaskModel:
     """A checkpoint of a fine-tuned run with its base, on all devices of this process.
 
+    A base with the head of a task also is such a checkpoint, at step 0.
+
     Args:
-      workdir: the run's workdir, opened.
+      source: the workdir of the run or of the base, opened, or a base.
       base: the current path of the run's base; None: its path at training.
       checkpoint: `newest`, `best` (by held-out loss), or a step.
       beams: the number of beams of beam search; None: one, as during training.
@@ -47,7 +67,7 @@ class TaskModel:
 
     def __init__(
         self,
-        workdir: Workdir,
+        source: Workdir | LoadedModel,
         base: str | None = None,
         checkpoint: str = "newest",
         beams: int | None = None,
@@ -55,42 +75,40 @@ class TaskModel:
     ):
         parallelism = Parallelism()  # the run's own is for the run's devices
         mesh = mesh_lib.make_mesh(parallelism)
-        latest = load_experiment(workdir, Finetuning)  # of the last start: the base may have moved
-        checkpoints = Checkpoints(workdir.checkpoints)
-        number = checkpoints.find_step(checkpoint)
-        metadata = checkpoints.metadata(number)
-        self.experiment = dataclasses.replace(
-            checkpoints.experiment(number, Finetuning), init_from=base or latest.init_from
+        if isinstance(source, Workdir) and base_lib.is_base(source.root):
+            source = LoadedModel.of(source, checkpoint=checkpoint)
+        is_run = isinstance(source, Workdir)
+        self.experiment, loaded, notes, restore = (
+            _open_run(source, base, checkpoint) if is_run else _open_head(source)
         )
-        loaded = _read_base(self.experiment, workdir, metadata["init_sha256"])
         # Only training has negatives.
         self.task = self.experiment.task.with_fields(negative_column="", **task_fields)
         # In the order of the head's outputs; () for a task without labels.
-        self.labels = tuple(metadata["notes"]["labels"])
+        self.labels = tuple(notes["labels"])
         # How texts become vectors; None: defaults.
-        self.vector_settings = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
+        self.vector_settings = base_lib.read_vectors(notes) or loaded.vectors
         kind: TaskKind = self.task.spec.implementing_class.restore(
-            self.task, self.labels, loaded, metadata["notes"]
+            self.task, self.labels, loaded, notes
         )
-        weights = metadata["notes"].get("class_weights", ())  # older runs have none
+        weights = notes.get("class_weights", ())  # older runs have none
         objective: Any = kind.make_objective(self.experiment, loaded, weights)
         if beams is not None and kind.reads != "decoder":
             raise InputError(
-                f"--beam: {workdir.address} has task.kind={self.task.kind}, which generates no "
-                "texts; remove --beam"
+                f"--beam: {self.experiment.name} has task.kind={self.task.kind}, which generates "
+                "no texts; remove --beam"
             )
         if beams is not None:
             objective = dataclasses.replace(objective, beams=beams)
         self.pooling = objective.adapt.pooling  # of the head's input
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-        restored = checkpoints.restore_chosen(checkpoint, {"params": abstract["params"]})
         # The trainable parameters of the checkpoint, on the devices.
-        self.step, self.params = restored.step, restored.state["params"]
-        self.kind = kind.with_threshold(restored.metadata["notes"] | {"step": self.step})
+        self.step, self.params, notes = restore(abstract["params"])
+        self.kind = kind.with_threshold({**notes, "step": self.step})
         # The base's model, with the run's dropout rates and compute type, and its tokenizer.
         self.model, self.tokenizer = objective.model, loaded.tokenizer
         # The line of metrics.jsonl with the scores of this step; None if there is none.
-        self.evaluation = metrics_line(workdir, "scores", self.step)
+        self.evaluation = metrics_line(source, "scores", self.step) if is_run else None
+        self.source = loaded.source  # where a base's weights come from; "" for a run
         self.frozen = frozen_params(loaded, objective, mesh)
         self._forward = compile_forward(objective, parallelism, mesh)
         self.unknown = UnknownShare(loaded.tokenizer)
@@ -135,7 +153,10 @@ class TaskModel:
         """
         self.kind.require_libraries()
         task = self.task.with_fields(labels=self.labels)
-        examples = examples_lib.read(task, tuple(sources) or task.validation, "labelled", tally)
+        names = tuple(sources) or task.validation
+        if not names:
+            raise InputError(f"--source: name labelled examples; {self.experiment.name} has none")
+        examples = examples_lib.read(task, names, "labelled", tally)
         outputs, loss, task_rows = self.outputs(examples)
         by_source = self.kind.split_by_source(examples, tally.examples)
         line = self.kind.evaluate(outputs, loss, task_rows, examples, by_source)
@@ -160,6 +181,40 @@ class TaskModel:
         size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
         batches = rows.eval_batches(task_rows, self.tokenizer.pad_id, size)
         return *self._forward(self.params, self.frozen, batches, task_rows), task_rows
+
+
+def _open_run(workdir: Workdir, base: str | None, checkpoint: str) -> _Opened:
+    latest = load_experiment(workdir, Finetuning)  # of the last start: the base may have moved
+    checkpoints = Checkpoints(workdir.checkpoints)
+    number = checkpoints.find_step(checkpoint)
+    metadata = checkpoints.metadata(number)
+    experiment = dataclasses.replace(
+        checkpoints.experiment(number, Finetuning), init_from=base or latest.init_from
+    )
+    loaded = _read_base(experiment, workdir, metadata["init_sha256"])
+
+    def restore(abstract: Any) -> tuple[int, Any, Mapping[str, Any]]:
+        restored = checkpoints.restore_chosen(checkpoint, {"params": abstract})
+        return restored.step, restored.state["params"], restored.metadata["notes"]
+
+    return _Opened(experiment, loaded, metadata["notes"], restore)
+
+
+def _open_head(base: LoadedModel) -> _Opened:
+    experiment = head_experiment(base, base.name)
+    loaded = dataclasses.replace(select_weights(base, experiment), source=base.source)
+    loaded.tokenizer = copy.copy(loaded.tokenizer)
+    loaded.tokenizer.tie_cuts_first = True  # as in transformers, where heads come from
+    assert base.head is not None  # `head_experiment` has raised InputError
+    trained = {"head": {"kernel": base.head.kernel, "bias": base.head.bias}, **loaded.params}
+    labels = examples_lib.find_labels(experiment.task, ())
+    notes = {"labels": labels, "no_answer_threshold": 0.0}
+
+    def restore(abstract: Any) -> tuple[int, Any, Mapping[str, Any]]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return 0, feed.put({name: trained[name] for name in abstract}, shardings), notes
+
+    return _Opened(experiment, loaded, notes, restore)
 
 
 def _read_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> base_lib.Base:
@@ -190,13 +245,13 @@ class FinetunedModel(LoadedModel):
 
     @classmethod
     def load(
-        cls, run: Workdir, base: str | None = None, checkpoint: str = "newest"
+        cls, source: Workdir | LoadedModel, base: str | None = None, checkpoint: str = "newest"
     ) -> "FinetunedModel":
-        """Reads a checkpoint of a fine-tuned run.
+        """Reads a checkpoint of a fine-tuned run, or a base with the head of a task.
 
         `base` is where the base of the run is now; None: where it was during training.
         """
-        tuned = TaskModel(run, base, checkpoint)
+        tuned = TaskModel(source, base, checkpoint)
         merged = merged_params(tuned.experiment.adapt, tuned.params, tuned.frozen)
         kept = {"encoder": merged["encoder"]}
         if tuned.kind.reads == "masked_lm":
@@ -208,6 +263,7 @@ class FinetunedModel(LoadedModel):
             tuned.model,
             params,
             tuned.tokenizer,
+            tuned.source,
             fresh=fresh,
             vectors=tuned.vector_settings,
             name=tuned.experiment.name,

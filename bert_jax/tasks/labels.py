@@ -34,8 +34,9 @@ class SentenceKind(TaskKind):
         """Returns one row for each text, pair or candidate.
 
         A pair that is too long loses tokens from the end of the longer text, one at a time. If both
-        are equally long, the second loses one, as in google-research/bert; with a tokenizer.json,
-        as in `tokenizers`, the one that was shorter before, or the first of equally long ones.
+        are equally long, the second loses one, as in google-research/bert; with a tokenizer.json or
+        an imported head, as in `tokenizers`, the one that was shorter before, or the first of
+        equally long ones.
         """
         ids, first_lengths = [], []
         for example in examples:
@@ -88,7 +89,7 @@ class SentenceKind(TaskKind):
         room = self.task.max_sequence_length - special_count(self.tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
-        tie_cuts_first = self.tokenizer.kind == "library" and len(a) <= len(b)
+        tie_cuts_first = self.tokenizer.tie_cuts_first and len(a) <= len(b)
         a, b = list(a), list(b)
         while len(a) + len(b) > room:
             (a if len(a) + tie_cuts_first > len(b) else b).pop()

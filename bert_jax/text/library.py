@@ -61,7 +61,7 @@ class WordCache(dict):
 class LibraryTokenizer:
     """A tokenizer.json with the names of its special tokens: {"mask_token": "[MASK]", ...}."""
 
-    kind = "library"
+    kind, tie_cuts_first = "library", True
     case: Literal["cased", "uncased"] = "cased"  # the file itself may lower-case
 
     def __init__(self, content: bytes, special_names: Mapping[str, str], where: str):

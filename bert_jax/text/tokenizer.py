@@ -44,6 +44,9 @@ class Tokenizer(Protocol):
     kind: str
     case: Case
     size: int  # ids are in [0, size)
+    # If both texts of a too long pair are equally long, whether the first one loses a token: as in
+    # `tokenizers`, see `tasks.labels`. google-research/bert removes one from the second.
+    tie_cuts_first: bool = False
     pad_id: int
     unk_id: int
     cls_id: int

@@ -316,8 +316,8 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("--next xa wa", "--next: run is a fine-tuned run"),
-        ("--top 3 wa", "--top: run is a fine-tuned run"),
+        ("--next xa wa", "--next: run answers a task"),
+        ("--top 3 wa", "--top: run answers a task"),
         ("--score wa", "TEXTS: "),
         ("--source text:test", "'text:test'"),
         ("--source jsonl:blank --out a.jsonl", "blank:2: column 'sentence'"),
@@ -390,11 +390,18 @@ def test_compressed_files_are_known_by_the_name_before(run):
     assert (row["sentence"], row["predicted"]) == ("wa wb", "good")
 
 
-def test_a_base_with_the_head_of_a_task_is_not_asked_in_silence(run):
+def test_an_exported_run_that_is_imported_answers_as_the_run(run):
     broken.said("export --workdir run --out theirs")
     broken.said("import theirs --workdir again")
-    for words, stdin in (("'wa wb'", b""), ("", b"wa wb\n"), ("wa --next wb", b"")):
-        broken.fails(f"predict --workdir again {words}", "again", "finetune", stdin=stdin)
+    (found,), (expected,) = (
+        [json.loads(broken.said(f"predict --workdir {folder} 'wa xb'"))]
+        for folder in ("again", "run")
+    )
+    assert found["label"] == expected["label"]
+    assert found["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
+    broken.fails("predict --workdir again wa --next wb", "--next")
+    broken.fails("predict --workdir again wa --from base", "--from")
+    broken.fails("predict --workdir again wa --checkpoint best", "--checkpoint")
 
 
 def test_broken_rows_of_a_file_are_left_out_and_named(run):
