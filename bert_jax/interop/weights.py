@@ -26,6 +26,28 @@ from bert_jax.text.tokenizer import Tokenizer
 # Other libraries pad the vocabulary's tables to a multiple of one of these.
 _MULTIPLES = (8, 64, 128, 256, 512, 1024)
 _FRESH_SEED = 0
+# A command that converts a pickle to safetensors without running its code.
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.clone() for k, v in '
+    "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
+)
+
+
+def find_file(folder: epath.Path) -> epath.Path:
+    """Returns the file of the weights, or the index of several files."""
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).exists():
+            return folder / name
+    saved = "load it in transformers and save it with save_pretrained"
+    instead = {
+        "pytorch_model.bin": f"a pickle, which may run code: not read; with torch: `{_CONVERT}`",
+        "tf_model.h5": f"TensorFlow's weights: not read; {saved}",
+        "flax_model.msgpack": f"Flax's weights: not read; {saved}",
+    }
+    for name, reason in instead.items():
+        if (folder / name).exists():
+            raise InputError(f"{folder / name}: {reason}")
+    raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
 def import_tensors(
