@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from bert_jax import config
 from bert_jax.checkpoints.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop.names import HEADS, PARTS, TASKS, family
+from bert_jax.interop.names import HEADS, HUGGING_FACE, PARTS, TASKS, Naming, family
 from bert_jax.interop.vocabularies import read_object, require
 from bert_jax.pretraining.loaded_model import LoadedModel
 
@@ -96,6 +96,16 @@ _ROBERTA_KEYS = [
     _KeyRule("type_vocab_size", "type_vocab_size", [1], 1),
     _KeyRule("is_decoder", allowed=[False]),
 ]
+_ELECTRA = "electra"
+_ELECTRA_KEYS = [
+    *(rule for rule in _BERT_KEYS if rule.key not in ("hidden_act", "is_decoder")),
+    _KeyRule("hidden_act", "hidden_act", {"gelu": "gelu"}, "gelu"),  # always that of masked LM
+    _KeyRule("is_decoder", allowed=[False]),
+    # Defaults of transformers' class, those of small models.
+    _KeyRule("hidden_size", "hidden_size", None, 256),
+    _KeyRule("num_attention_heads", "num_attention_heads", None, 4),
+    _KeyRule("intermediate_size", "intermediate_size", None, 1_024),
+]
 _DISTILBERT_KEYS = [
     *(_KeyRule(key, field) for key, field in _DISTILBERT.items()),
     _KeyRule("activation", "hidden_act", _ACTIVATIONS, "gelu"),
@@ -146,11 +156,9 @@ def _convert(path: epath.Path, table: list[_KeyRule], hf_config: dict[str, Any])
 
 
 # Unsupported values of model_type, with reasons.
-_TWO_WIDTHS = "its embeddings and its layers have different widths"
 _RELATIVE = "its attention has a table of relative positions"
 _UNSUPPORTED = {
-    "albert": f"{_TWO_WIDTHS}, and all layers share their weights",
-    "electra": f"{_TWO_WIDTHS} in small models, and its head detects replaced tokens",
+    "albert": "its embeddings and its layers have different widths, and all layers share weights",
     **dict.fromkeys(("deberta", "deberta-v2", "mpnet"), _RELATIVE),
 }
 
@@ -162,6 +170,7 @@ def read(path: epath.Path) -> Model:
         "bert": build_bert,
         **dict.fromkeys(_ROBERTAS, _build_roberta),
         "distilbert": _build_distilbert,
+        _ELECTRA: _build_electra,
         "modernbert": _build_modern,
         _DECODER: _build_modern,
     }
@@ -173,10 +182,16 @@ def read(path: epath.Path) -> Model:
     return readers[model_type](path, hf_config)
 
 
-def task_class(path: epath.Path) -> str | None:
-    """Returns the class with a task's head that a config.json names; None if there is none."""
-    architectures = _architectures(read_object(path))
-    return next((name for name in architectures if name in HEADS), None)
+def naming_of(path: epath.Path, model: Model) -> Naming:
+    """Returns the names of the tensors of a folder with a config.json."""
+    is_electra = read_object(path)["model_type"] == _ELECTRA
+    naming = HUGGING_FACE[_ELECTRA if is_electra else family(model)]
+    return naming if model.output_table == "tied" else dataclasses.replace(naming, tied={})
+
+
+def match_class(path: epath.Path, classes: Iterable[str]) -> str | None:
+    """Returns the class that a config.json names, if it is one of `classes`; else None."""
+    return next((name for name in _architectures(read_object(path)) if name in {*classes}), None)
 
 
 def head_of(
@@ -232,6 +247,18 @@ def _build_roberta(path: epath.Path, hf_config: dict[str, Any]) -> Model:
 def _build_distilbert(path: epath.Path, hf_config: dict[str, Any]) -> Model:
     values = _convert(path, _DISTILBERT_KEYS, hf_config)
     return config.build_section(Model, values | {"type_vocab_size": 0}, str(path))
+
+
+def _build_electra(path: epath.Path, hf_config: dict[str, Any]) -> Model:
+    """Builds the section of an ELECTRA, whose encoder is BERT's if it has one width."""
+    values = _convert(path, _ELECTRA_KEYS, hf_config)
+    width = hf_config.get("embedding_size", 128)  # the default of transformers' class
+    if width != values["hidden_size"]:
+        raise InputError(
+            f"{path}: embedding_size={width!r}: not supported; only embeddings as wide as the "
+            f"layers, hidden_size={values['hidden_size']!r}, as in electra-base"
+        )
+    return config.build_section(Model, values, str(path))
 
 
 def build_bert(path: epath.Path, hf_config: dict[str, Any]) -> Model:

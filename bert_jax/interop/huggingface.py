@@ -1,6 +1,5 @@
 """Folders of Hugging Face's transformers, read and written: config.json and weights."""
 
-import dataclasses
 import re
 from typing import Literal
 
@@ -51,9 +50,7 @@ Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 def read_folder(folder: epath.Path, report: Report) -> Base:
     """Reads what `save_pretrained` wrote for a class in `ARCHITECTURES` or `names.HEADS`."""
     model = configs.read(folder / "config.json")
-    naming = names.HUGGING_FACE[names.family(model)]
-    if model.output_table == "own":
-        naming = dataclasses.replace(naming, tied={})
+    naming = configs.naming_of(folder / "config.json", model)
     settings = Settings(folder)
     tokenizer = vocabularies.read(folder, settings)
     settings.require_model(model, tokenizer.pad_id)
@@ -64,7 +61,11 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
     tensors = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _canonicalize(tensors, naming, str(file))
     head, fresh = None, ()
-    if (architecture := configs.task_class(folder / "config.json")) is not None:
+    if architecture := configs.match_class(folder / "config.json", names.DROPPED_HEADS):
+        dropped = names.DROPPED_HEADS[architecture]
+        tensors = {name: tensors[name] for name in tensors if not name.startswith(dropped)}
+        report(f"{architecture}: its head ({dropped[0].rstrip('.')}) is not imported")
+    if architecture := configs.match_class(folder / "config.json", names.HEADS):
         head = configs.head_of(folder / "config.json", architecture, tensors, model.hidden_size)
         tensors = weights.without_head(tensors, model, architecture)
         parts, name = names.HEADS[architecture]

@@ -22,6 +22,18 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "ModernBertForMaskedLM": ("encoder", "masked_lm"),
     "ModernBertModel": ("encoder",),
     "ModernBertDecoderForCausalLM": ("encoder", "masked_lm"),
+    "ElectraForMaskedLM": ("encoder", "masked_lm"),
+    "ElectraModel": ("encoder",),
+    "ElectraForPreTraining": ("encoder",),
+    "ElectraForSequenceClassification": ("encoder",),
+    "ElectraForMultipleChoice": ("encoder",),
+}
+# How the names of heads begin that bert_jax has no counterpart for, by class. `ForPreTraining`
+# detects replaced tokens; the others read [CLS] through a layer with GELU.
+DROPPED_HEADS = {
+    "ElectraForPreTraining": ("discriminator_predictions.",),
+    "ElectraForSequenceClassification": ("classifier.",),
+    "ElectraForMultipleChoice": ("sequence_summary.", "classifier."),
 }
 
 
@@ -66,6 +78,10 @@ ROBERTA_HEAD = "classifier.out_proj"
 ROBERTA_POOLER_PREFIXES = ("roberta.pooler.", "classifier.")  # in RobertaModel, with a head
 # The parts below the head, and the name of the head, for each class for tasks.
 HEADS = {f.class_prefix + end: _head(f, end) for f in FAMILIES.values() for end in TASKS}
+HEADS |= {
+    "ElectraForTokenClassification": (("encoder",), "classifier"),
+    "ElectraForQuestionAnswering": (("encoder",), "qa_outputs"),
+}
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
@@ -87,6 +103,11 @@ _ROBERTA = {
     "cls.predictions.transform.dense": "lm_head.dense",
     "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
     "cls.predictions.bias": "lm_head.bias",
+}
+_ELECTRA = {
+    "bert.": "electra.",
+    "cls.predictions.transform": "generator_predictions",
+    "cls.predictions.bias": "generator_lm_head.bias",
 }
 _DISTILBERT = {
     "bert.encoder.layer": "distilbert.transformer.layer",
@@ -281,7 +302,18 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
 
 _NO_NEXT_SENTENCE: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
 
+# By `family`, and for models that are imported as BERT by `model_type`.
 HUGGING_FACE = {
+    "electra": Naming(
+        lambda cfg: _rename(cfg, _ELECTRA, _LAYER, ("encoder", "masked_lm")),
+        "electra.embeddings.word_embeddings.weight",
+        "generator_lm_head.bias",
+        model_label="ELECTRA's masked LM",
+        prefix="electra.",
+        encoder_prefixes=("embeddings.", "encoder."),
+        tied={"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},
+        ignored=("electra.embeddings.position_ids", "electra.embeddings.token_type_ids"),
+    ),
     "roberta": Naming(
         lambda cfg: _rename(cfg, _ROBERTA, _LAYER, _NO_NEXT_SENTENCE),
         "roberta.embeddings.word_embeddings.weight",

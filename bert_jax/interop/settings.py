@@ -124,13 +124,13 @@ RULES: dict[str, dict[str, SettingRule]] = {
 
 # Classes that use tokenizer.json unchanged. The other classes replace some parts of it.
 GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-_WORDPIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer")
+_WORDPIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
 _SENTENCEPIECE_CLASSES = ("XLMRobertaTokenizer", "CamembertTokenizer")
 CLASSES = (*GENERIC_CLASSES, *_WORDPIECE_CLASSES, "RobertaTokenizer", *_SENTENCEPIECE_CLASSES)
 # Class by model type, for folders that name no class.
 _CLASS_BY_MODEL_TYPE = {
     "bert": "BertTokenizer",
-    "distilbert": "BertTokenizer",
+    **dict.fromkeys(("distilbert", "electra"), "BertTokenizer"),
     "roberta": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
     "camembert": "CamembertTokenizer",
