@@ -27,6 +27,7 @@ ARCHITECTURES = {
         "causal_lm": "BertLMHeadModel",
     },
     "roberta": {"masked_lm": "RobertaForMaskedLM", "encoder": "RobertaModel"},
+    "mpnet": {"masked_lm": "MPNetForMaskedLM", "encoder": "MPNetModel"},
     "distilbert": {"masked_lm": "DistilBertForMaskedLM", "encoder": "DistilBertModel"},
     "modern": {
         "masked_lm": "ModernBertForMaskedLM",
@@ -37,7 +38,7 @@ ARCHITECTURES = {
 # The inputs of the models of a family.
 INPUTS = {
     "bert": ("input_ids", "token_type_ids", "attention_mask"),
-    **dict.fromkeys(("roberta", "distilbert", "modern"), ("input_ids", "attention_mask")),
+    **dict.fromkeys(("roberta", "distilbert", "mpnet", "modern"), ("input_ids", "attention_mask")),
 }
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 

@@ -157,7 +157,8 @@ def export_tensors(
         value = value.T if tensor.is_transposed else value
         tensors[name] = np.concatenate([tensors[name], value]) if tensor.share[0] else value
     if head == names.ROBERTA_HEAD:
-        tensors = {key.replace(*names.ROBERTA_POOLER_PREFIXES): tensors[key] for key in tensors}
+        prefixes = f"{naming.prefix}pooler.", names.ROBERTA_HEAD_PREFIX
+        tensors = {key.replace(*prefixes): tensors[key] for key in tensors}
     if head:
         leaves = jax.device_get(params["head"])
         tensors |= {f"{head}.weight": leaves["kernel"].T, f"{head}.bias": leaves["bias"]}
@@ -174,7 +175,8 @@ def without_head(
     parts, name = names.HEADS[architecture]
     below = {key: tensors[key] for key in tensors if not key.startswith(f"{name}.")}
     if name == names.ROBERTA_HEAD:
-        task_prefix, prefix = reversed(names.ROBERTA_POOLER_PREFIXES)
+        task_prefix = names.ROBERTA_HEAD_PREFIX
+        prefix = f"{names.HUGGING_FACE[names.family(cfg)].prefix}pooler."
         below = {
             prefix + key.removeprefix(task_prefix) if key.startswith(task_prefix) else key: value
             for key, value in below.items()

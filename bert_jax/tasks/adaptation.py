@@ -116,10 +116,12 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
     """
     task = experiment.task
     has_decoder = task.spec.implementing_class.reads == "decoder"
-    if has_decoder and (model.kind != "bert" or model.code):  # `code`: a custom encoder
+    if has_decoder and (model.kind != "bert" or model.code or model.relative_position_buckets):
         kind = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+        if buckets := model.relative_position_buckets:
+            kind = f"model.relative_position_buckets={buckets}"
         raise InputError(
-            f"{where}: {kind}: task.kind=generate needs the layers of model.kind=bert for its "
+            f"{where}: {kind}: task.kind=generate needs the layers of the original BERT for its "
             "decoder; name another base"
         )
     for name in ["max_sequence_length"] + ["max_target_length"] * has_decoder:

@@ -60,6 +60,11 @@ FAMILIES = {
         {**_SIZES, "vocab_size": 530, "embedding_size": 24, "max_position_embeddings": 64},
         "modernbert",
     ),
+    "mpnet": (
+        "MPNetForMaskedLM",
+        {**_SIZES, "max_position_embeddings": 66, "pad_token_id": 1},
+        "roberta",
+    ),
     "modernbert": (
         "ModernBertForMaskedLM",
         {**_SIZES, **_MODERN, "vocab_size": 530, "num_hidden_layers": 4}
@@ -135,12 +140,21 @@ def main() -> None:
             output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         folder = GOLDEN / "families"
         folder.mkdir(exist_ok=True)
+        more = {}
+        if family == "mpnet":  # the bucket of each distance, and what longer rows say
+            long_ids, encoder = torch.arange(64)[None] % 500 + 3, model.mpnet.encoder
+            more["buckets"] = encoder.relative_position_bucket(torch.arange(-200, 201)).numpy()
+            with torch.no_grad():
+                more["long"] = model.mpnet(input_ids=long_ids).last_hidden_state.numpy()
+                output_20 = model.mpnet(input_ids=long_ids[:, :20], output_attentions=True)
+            more["attentions"] = torch.cat(output_20.attentions).numpy()
         np.savez_compressed(
             folder / f"{family}.npz",
             ids=ids.numpy().astype(np.uint16),
             mask=mask.numpy().astype(np.uint8),
             hidden=torch.stack(output.hidden_states).numpy(),
             logits=output.logits[:, :3].numpy(),
+            **more,
         )
         listed = {
             name: list(value.shape)

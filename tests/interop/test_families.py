@@ -20,9 +20,10 @@ from families import (
 
 from bert_jax.checkpoints import base
 from bert_jax.interop import huggingface, importing
+from bert_jax.model import encoder as encoder_lib
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import encode
+from bert_jax.model.kinds import attention_probabilities, encode
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import library
@@ -62,6 +63,24 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
     scores = heads.token_logits(model, loaded.model, every[-1][:, :3])
     size = loaded.model.vocab_size
     np.testing.assert_allclose(scores[..., :size], golden["logits"][..., :size], atol=1e-5)
+
+
+@pytest.mark.parametrize("imported", ["mpnet"], indirect=True)
+def test_distances_have_the_buckets_of_mpnet_and_bias_long_rows(imported):
+    _, _, golden, loaded = imported
+    names = np.arange(32, dtype=np.float32)[:, None]  # a bias that names its bucket
+    bias = np.asarray(encoder_lib.position_bias(jnp.asarray(names), 201))[0]
+    np.testing.assert_array_equal(np.concatenate([bias[200, :200], bias[0]]), golden["buckets"])
+    model = heads.merge(loaded.model, loaded.params)
+    ids = jnp.arange(64)[None] % 500 + 3
+    hidden = encode(model.encoder, loaded.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
+    np.testing.assert_allclose(hidden, golden["long"], atol=1e-5)
+    short = ids[:, :20]
+    inputs = encode(
+        model.encoder, loaded.model, short, 0 * short, 0 * short + 1, None, Loop(), "all"
+    )
+    found = attention_probabilities(model.encoder, loaded.model, inputs[:-1, 0])
+    np.testing.assert_allclose(found, golden["attentions"], atol=1e-6)
 
 
 def as_bert(name: str) -> str:
