@@ -38,24 +38,24 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_156,
-    "checkpoints": 1_225,
+    "checkpoints": 1_239,
     "cli": 2_490,
-    "config": 2_801,
+    "config": 2_808,
     "data": 4_078,
     "distributed": 1_202,
-    "embeddings": 1_982,
-    "interop": 3_080,
-    "model": 3_532,
-    "pretraining": 1_237,
+    "embeddings": 1_993,
+    "interop": 3_298,
+    "model": 3_585,
+    "pretraining": 1_239,
     "serve": 573,
     "storage": 2_119,
-    "tasks": 5_254,
+    "tasks": 5_298,
     "text": 3_265,
     "tools": 9_092,
-    "training": 2_407,
+    "training": 2_409,
     "benchmarks": 3_327,
     "experiments": 1_841,
-    "tests": 40_207,
+    "tests": 40_698,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
