@@ -60,6 +60,10 @@ class Moments:
     square: dict[str, Any]  # of their squares; a tree like the parameters
 
 
+# Parts of the weights that only vectors of texts use: see `TextVectors.form` and `.dense_width`.
+VECTOR_PARTS = frozenset({"projection", "dense"})
+
+
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
     """Settings of text vectors: how hidden states of tokens become the vector of a text."""
@@ -76,6 +80,10 @@ class TextVectors:
     # For multi_vector, as in `config.MultiVectors`.
     query_length: int = 0
     skipped_tokens: Literal["punctuation", "none"] = "none"
+    # For dense: numbers of a vector after the part `dense` of the weights, a linear layer and an
+    # activation after the pooling; 0: there is no such part.
+    dense_width: int = 0
+    dense_activation: Literal["identity", "tanh"] = "identity"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +235,12 @@ def load_initial(experiment: Experiment) -> Base | None:
         return None
     base = read(epath.Path(experiment.init_from))
     require_same_model(base, experiment.model, experiment.init_from)
+    if base.vectors is not None and base.vectors.dense_width:
+        raise InputError(
+            f"init_from={experiment.init_from}: its vectors end in a Dense layer, which "
+            "pre-training does not keep; delete modules.json of the imported folder, and import "
+            "only the encoder"
+        )
     if base.moments is not None and experiment.optimizer.name != "bert_adam":
         raise InputError(
             f"init_from={experiment.init_from}: holds the moments of bert_adam, which "

@@ -67,6 +67,9 @@ class Model(Section, role="identity", label="model"):
     type_vocab_size: Annotated[Count, _BERT_ONLY] = 2
     # For kind=bert: index of the first position in the position table; RoBERTa's is 2.
     position_offset: Annotated[Count, _BERT_ONLY] = 0
+    # For kind=bert: number of buckets of distances between tokens, each with a learned bias of the
+    # attention scores of each head, which all layers share; MPNet's is 32; 0: no such bias.
+    relative_position_buckets: Annotated[Count, _BERT_ONLY] = 0
     # For kind=bert: epsilon of layer norms, added to the variance; RoBERTa's is 1e-5.
     layer_norm_eps: Annotated[Positive, _BERT_ONLY] = 1e-12
     # For kind=modern: the first layer and then every n-th are global layers, which attend to whole
@@ -114,6 +117,10 @@ class Model(Section, role="identity", label="model"):
             if share > 0 and not 0 < round(share * levels) < levels:
                 why = f"model.dropout_rng={self.dropout_rng} has a resolution of 1/{levels}"
                 yield name, f"rounds to {round(share)}: {why}"
+        if self.relative_position_buckets % 4:
+            yield "relative_position_buckets", "must be a multiple of 4"
+        if self.relative_position_buckets and self.direction != "both":
+            yield "relative_position_buckets", f"needs model.direction=both, not {self.direction}"
         if self.kind == "modern":
             yield from self._modern_problems()
 

@@ -84,8 +84,9 @@ class Embedder:
         model, positions = base.model, base.model.max_position_embeddings
         defaults = base.vectors or TextVectors()  # how the base makes vectors
         pooling = features.pooling or defaults.pooling
-        # Vectors of a named pooling are dense.
-        self.form_name = "dense" if features.pooling else defaults.form
+        # Vectors of a named pooling are dense, and do not pass the base's layer after its pooling.
+        self.settings = TextVectors() if features.pooling else defaults
+        self.form_name = self.settings.form
         self.form = FORMS[self.form_name]
         if self.form_name == "multi_vector":
             pooling = "tokens"
@@ -93,6 +94,11 @@ class Embedder:
             raise InputError(
                 f"--layers, --dimensions: the model makes {self.form_name} vectors, of the last "
                 "layer; remove them, or choose a --pooling"
+            )
+        if self.settings.dense_width and features.layers != (-1,):
+            raise InputError(
+                "--layers: the model's vectors pass a Dense layer, which reads the last layer; "
+                "remove it, or choose a --pooling, which leaves the Dense layer out"
             )
         normalize = features.normalize
         if normalize is None:
@@ -112,6 +118,7 @@ class Embedder:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
+        self.width = self.settings.dense_width or self.width
         if not 0 <= features.dimensions <= self.width:
             raise InputError(
                 f"--dimensions {features.dimensions}: the vectors have {self.width} numbers"
@@ -134,8 +141,8 @@ class Embedder:
         depth = max(*layers, 1)
         params = embedding_program.truncate_layers(depth, base.params)
         self._params = jax.device_put(params, mesh_lib.replicated(mesh))
-        form = self.form_name
-        self._program = embedding_program.build(model, depth, self.features, layers, form, mesh)
+        settings = self.settings
+        self._program = embedding_program.build(model, depth, self.features, layers, settings, mesh)
         # One thread for each batch. On a CPU one batch for each core, and one more, are a quarter
         # faster than a batch whose operations all cores share.
         cores, shards = system.cores(), mesh_lib.batch_shards(mesh)

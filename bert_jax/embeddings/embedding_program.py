@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model, Parallelism
 from bert_jax.model import cudnn_attention, heads, similarity
 from bert_jax.model.attention import Packing
@@ -49,7 +50,7 @@ def build(
     depth: int,
     features: VectorOptions,
     layers: tuple[int, ...],
-    form: str,
+    settings: TextVectors,
     mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Returns the compiled program: packed rows -> float32 [rows, N, W]; `tokens`: [rows, S, W]."""
@@ -62,11 +63,11 @@ def build(
         module = heads.merge(model, params)
         # All tokens are in segment 0, and there is no dropout.
         inputs = module.encoder, model, ids, jnp.zeros_like(ids), packing, None, loop
-        if form == "sparse":
+        if settings.form == "sparse":
             hidden = packing.unpack(encode(*inputs))  # [N, tokens, W]
             logits = heads.token_logits(module, model, hidden)
             return similarity.pool_logits(logits, packing.mask)[None, :, : model.vocab_size]
-        if form == "multi_vector":
+        if settings.form == "multi_vector":
             return similarity.project(encode(*inputs), params["projection"]["kernel"])
         if layers == (depth,):
             states = [encode(*inputs)]
@@ -79,6 +80,9 @@ def build(
         else:
             combined = sum(states[1:], states[0]) / len(states)
         vectors = _pool(combined, packing, features.pooling or "mean")
+        if settings.dense_width:
+            activation = settings.dense_activation
+            vectors = similarity.apply_dense(vectors, params["dense"], activation)
         if features.dimensions:
             vectors = vectors[..., : features.dimensions]
         if features.normalize:

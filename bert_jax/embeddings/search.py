@@ -251,7 +251,7 @@ def _fingerprint(base: Base, embedder: Embedder) -> str:
     )
     settings = f"{base.model}/{base.tokenizer.sha256}/{features}/{embedder.max_length}"
     settings += base.vectors.text_prefix if base.vectors else ""
-    if embedder.form_name != "dense":
+    if embedder.form_name != "dense" or embedder.settings.dense_width:
         settings += str(base.vectors)
     digest = hashlib.sha256(settings.encode())
     for name, values in sorted(flatten(jax.device_get(base.params)).items()):

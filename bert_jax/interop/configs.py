@@ -2,8 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -12,56 +12,14 @@ from bert_jax import config
 from bert_jax.checkpoints.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop.names import HEADS, PARTS, TASKS, family
+from bert_jax.interop import config_keys as keys
+from bert_jax.interop.names import HEADS, HUGGING_FACE, PARTS, TASKS, Naming, family
 from bert_jax.interop.sentence_transformers import RANKING_LOSSES, SIGMOID, read_activation
 from bert_jax.interop.vocabularies import read_object, require
 from bert_jax.pretraining.loaded_model import LoadedModel
 
 # Number of outputs by kind of task, where it is fixed.
 _OUTPUTS = {"choice": 1, "span": 2}
-# Keys of config.json that have the name of a field of Model.
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "initializer_range",
-)
-_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_BERT_NAMES = (*_SIZES, "type_vocab_size", "layer_norm_eps", *_DROPOUTS)
-# DistilBERT's keys, and the fields of Model.
-_DISTILBERT = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
-    **{name: name for name in ("vocab_size", "max_position_embeddings", "initializer_range")},
-}
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-_EXPORTED_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-# Keys of which only one value is supported.
-_BERT_FIXED = {
-    "position_embedding_type": "absolute",
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
-_MODERN_FIXED = {
-    "norm_eps": 1e-5,
-    "norm_bias": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "decoder_bias": True,
-    "classifier_bias": False,
-}
 # Model types with RoBERTa's architecture, and the prefixes of their classes.
 _ROBERTAS = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
 # local_attention - local_window: transformers' decoder counts the token itself in both halves.
@@ -70,89 +28,14 @@ _DECODER = "modernbert-decoder"  # ModernBERT with a causal mask
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _ROTARY = {_GLOBAL: "global", _LOCAL: "local"}  # prefixes of Model's fields
 _DEFAULT_GLOBAL_EVERY = 3
-
-
-class _KeyRule(NamedTuple):
-    key: str
-    field: str = ""  # the field of Model; "": none, the value must be one of `allowed`
-    # Supported values (and Model's values for them), or the type of a number; None: any.
-    allowed: dict[Any, Any] | list[Any] | type | None = None
-    default: Any = None  # the default of transformers' class; None: Model's default
-
-
-def _allow_only(values: dict[str, Any]) -> list[_KeyRule]:
-    return [_KeyRule(key, allowed=[value]) for key, value in values.items()]
-
-
-_BERT_KEYS = [
-    *(_KeyRule(name, name) for name in _BERT_NAMES),
-    _KeyRule("hidden_act", "hidden_act", _ACTIVATIONS, "gelu"),
-    _KeyRule("is_decoder", "direction", {False: "both", True: "left_to_right"}, False),
-    _KeyRule("chunk_size_feed_forward", allowed=[0]),
-    *_allow_only(_BERT_FIXED),
-]
-_ROBERTA_KEYS = [
-    *(rule for rule in _BERT_KEYS if rule.key not in ("type_vocab_size", "is_decoder")),
-    _KeyRule("max_position_embeddings", "max_position_embeddings", None, 512),  # overrides
-    _KeyRule("type_vocab_size", "type_vocab_size", [1], 1),
-    _KeyRule("is_decoder", allowed=[False]),
-]
-_DISTILBERT_KEYS = [
-    *(_KeyRule(key, field) for key, field in _DISTILBERT.items()),
-    _KeyRule("activation", "hidden_act", _ACTIVATIONS, "gelu"),
-    _KeyRule("chunk_size_feed_forward", allowed=[0]),
-]
-# Parameters of each kind of rotary scaling, which transformers 5 has for each type of layer.
-_SCALINGS = {"default": (), "linear": ("factor",), "yarn": ("positions", "factor")}
-_SCALING_KEYS = [
-    _KeyRule("factor", "factor", float),
-    _KeyRule("original_max_position_embeddings", "positions"),
-    *_allow_only({"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1}),
-    *(_KeyRule(name, allowed=[None]) for name in ("attention_factor", "mscale", "mscale_all_dim")),
-]
-# The defaults are ModernBERT-base's.
-_MODERN_KEYS = [
-    _KeyRule("vocab_size", "vocab_size", None, 50_368),
-    _KeyRule("hidden_size", "hidden_size", None, 768),
-    _KeyRule("num_hidden_layers", "num_hidden_layers", None, 22),
-    _KeyRule("num_attention_heads", "num_attention_heads", None, 12),
-    _KeyRule("intermediate_size", "intermediate_size", None, 1_152),
-    _KeyRule("max_position_embeddings", "max_position_embeddings", None, 8_192),
-    _KeyRule("initializer_range", "initializer_range"),
-    _KeyRule("hidden_activation", "hidden_act", _ACTIVATIONS, "gelu"),
-    _KeyRule("mlp_dropout", "hidden_dropout_prob", float, 0.0),
-    _KeyRule("attention_dropout", "attention_probs_dropout_prob", float, 0.0),
-    _KeyRule("global_rope_theta", "global_rotary_base", float, 160_000.0),
-    _KeyRule("local_rope_theta", "local_rotary_base", float, 10_000.0),
-    _KeyRule("local_attention", "local_window", None, 128),
-    _KeyRule("tie_word_embeddings", "output_table", {True: "tied", False: "own"}, True),
-    *_allow_only(_MODERN_FIXED),
-]
-
-
-def _convert(path: epath.Path, table: list[_KeyRule], hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of Model for keys of config.json; an InputError names the key."""
-    converted = {}
-    for key, name, allowed, default in table:
-        value = default if hf_config.get(key) is None else hf_config[key]
-        if value is None:
-            continue
-        if allowed is float and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise InputError(f"{path}: {key}={value!r}: not a number")
-        if isinstance(allowed, dict | list):
-            require(path, key, value, allowed)
-        if name:
-            converted[name] = allowed[value] if isinstance(allowed, dict) else value
-    return converted
-
-
+_ELECTRA = "electra"
+_MPNET = "mpnet"
+_EXPORTED_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 # Unsupported values of model_type, with reasons.
-_TWO_WIDTHS = "its embeddings and its layers have different widths"
-_RELATIVE = "its attention has a table of relative positions"
 _UNSUPPORTED = {
-    "albert": f"{_TWO_WIDTHS}, and all layers share their weights",
-    "electra": f"{_TWO_WIDTHS} in small models, and its head detects replaced tokens",
-    **dict.fromkeys(("deberta", "deberta-v2", "mpnet"), _RELATIVE),
+    "albert": "its embeddings and its layers have different widths, and all layers share weights",
+    **dict.fromkeys(("deberta", "deberta-v2"), "its attention multiplies by relative positions"),
+    "nomic_bert": "its layers are BERT's with rotary positions, SiLU gates and no biases",
 }
 
 
@@ -161,8 +44,9 @@ def read(path: epath.Path) -> Model:
     hf_config = read_object(path)
     readers = {
         "bert": build_bert,
-        **dict.fromkeys(_ROBERTAS, _build_roberta),
+        **dict.fromkeys((*_ROBERTAS, _MPNET), _build_roberta),
         "distilbert": _build_distilbert,
+        _ELECTRA: _build_electra,
         "modernbert": _build_modern,
         _DECODER: _build_modern,
     }
@@ -174,10 +58,16 @@ def read(path: epath.Path) -> Model:
     return readers[model_type](path, hf_config)
 
 
-def task_class(path: epath.Path) -> str | None:
-    """Returns the class with a task's head that a config.json names; None if there is none."""
-    architectures = _architectures(read_object(path))
-    return next((name for name in architectures if name in HEADS), None)
+def naming_of(path: epath.Path, model: Model) -> Naming:
+    """Returns the names of the tensors of a folder with a config.json."""
+    is_electra = read_object(path)["model_type"] == _ELECTRA
+    naming = HUGGING_FACE[_ELECTRA if is_electra else family(model)]
+    return naming if model.output_table == "tied" else dataclasses.replace(naming, tied={})
+
+
+def match_class(path: epath.Path, classes: Iterable[str]) -> str | None:
+    """Returns the class that a config.json names, if it is one of `classes`; else None."""
+    return next((name for name in _architectures(read_object(path)) if name in {*classes}), None)
 
 
 def head_of(
@@ -231,8 +121,13 @@ def _architectures(hf_config: dict[str, Any]) -> list[Any]:
 
 
 def _build_roberta(path: epath.Path, hf_config: dict[str, Any]) -> Model:
-    """Builds the section of a RoBERTa, whose positions begin after the id of the padding token."""
-    values = _convert(path, _ROBERTA_KEYS, hf_config)
+    """Builds the section of a RoBERTa or MPNet: positions begin after the id of the padding token.
+
+    MPNet has no segments.
+    """
+    is_mpnet = hf_config["model_type"] == _MPNET
+    values = keys.convert(path, keys.MPNET if is_mpnet else keys.ROBERTA, hf_config)
+    values |= {"type_vocab_size": 0} if is_mpnet else {}
     pad_id, rows = hf_config.get("pad_token_id", 1), values["max_position_embeddings"]
     for name, value in (("pad_token_id", pad_id), ("max_position_embeddings", rows)):
         if type(value) is not int or value < 0:
@@ -242,19 +137,31 @@ def _build_roberta(path: epath.Path, hf_config: dict[str, Any]) -> Model:
 
 
 def _build_distilbert(path: epath.Path, hf_config: dict[str, Any]) -> Model:
-    values = _convert(path, _DISTILBERT_KEYS, hf_config)
+    values = keys.convert(path, keys.DISTILBERT, hf_config)
     return config.build_section(Model, values | {"type_vocab_size": 0}, str(path))
+
+
+def _build_electra(path: epath.Path, hf_config: dict[str, Any]) -> Model:
+    """Builds the section of an ELECTRA, whose encoder is BERT's if it has one width."""
+    values = keys.convert(path, keys.ELECTRA, hf_config)
+    width = hf_config.get("embedding_size", 128)  # the default of transformers' class
+    if width != values["hidden_size"]:
+        raise InputError(
+            f"{path}: embedding_size={width!r}: not supported; only embeddings as wide as the "
+            f"layers, hidden_size={values['hidden_size']!r}, as in electra-base"
+        )
+    return config.build_section(Model, values, str(path))
 
 
 def build_bert(path: epath.Path, hf_config: dict[str, Any]) -> Model:
     """Builds the Model section from the fields of a BERT's configuration."""
-    return config.build_section(Model, _convert(path, _BERT_KEYS, hf_config), str(path))
+    return config.build_section(Model, keys.convert(path, keys.BERT, hf_config), str(path))
 
 
 def _build_modern(path: epath.Path, hf_config: dict[str, Any]) -> Model:
-    values = {"kind": "modern"} | _convert(path, _MODERN_KEYS, hf_config)
+    values = {"kind": "modern"} | keys.convert(path, keys.MODERN, hf_config)
     # Model has one activation for layers and for the head.
-    acts = [name for name, act in _ACTIVATIONS.items() if act == values["hidden_act"]]
+    acts = [name for name, act in keys.ACTIVATIONS.items() if act == values["hidden_act"]]
     require(path, "classifier_activation", hf_config.get("classifier_activation", "gelu"), acts)
     every = values["global_every"] = _global_every(path, hf_config, values["num_hidden_layers"])
     values |= _read_rotary(path, hf_config, values["max_position_embeddings"])
@@ -303,11 +210,15 @@ def _read_rotary(path: epath.Path, hf_config: dict[str, Any], max_positions: Any
         if for_both and "rope_type" not in for_both:  # transformers would ignore the scaling
             raise InputError(f"{path}: rope_scaling={for_both!r}: has no rope_type; add it")
         rope = rope | for_both
-        values |= _convert(path, [_KeyRule("rope_theta", f"{name}_rotary_base", float)], rope)
+        values |= keys.convert(
+            path, [keys.KeyRule("rope_theta", f"{name}_rotary_base", float)], rope
+        )
         kind = rope.get("rope_type", rope.get("type", "default"))
-        require(path, "rope_type", kind, _SCALINGS)
-        scaling = {"positions": max_positions} | _convert(path, _SCALING_KEYS, rope)
-        numbers = [str(scaling.get(parameter)).removesuffix(".0") for parameter in _SCALINGS[kind]]
+        require(path, "rope_type", kind, keys.SCALINGS)
+        scaling = {"positions": max_positions} | keys.convert(path, keys.SCALING, rope)
+        numbers = [
+            str(scaling.get(parameter)).removesuffix(".0") for parameter in keys.SCALINGS[kind]
+        ]
         values[f"{name}_rotary_scaling"] = ":".join([kind, *numbers]) if numbers else ""
     return values
 
@@ -344,9 +255,9 @@ def _bert_fields(trained: LoadedModel) -> dict[str, Any]:
     values = dataclasses.asdict(trained.model)
     return {
         "model_type": "bert",
-        **{name: values[name] for name in _BERT_NAMES},
+        **{name: values[name] for name in keys.BERT_NAMES},
         "hidden_act": _EXPORTED_ACTIVATIONS[values["hidden_act"]],
-        **_BERT_FIXED,
+        **keys.BERT_FIXED,
         "is_decoder": trained.model.direction == "left_to_right",
     }
 
@@ -363,11 +274,27 @@ def _roberta_fields(trained: LoadedModel) -> dict[str, Any]:
     }
 
 
+def _mpnet_fields(trained: LoadedModel) -> dict[str, Any]:
+    cfg, pad_id = trained.model, trained.tokenizer.pad_id
+    settings = cfg.relative_position_buckets, cfg.type_vocab_size, pad_id, cfg.position_offset > 0
+    if settings != (keys.MPNET_BUCKETS, 0, 1, True):
+        raise InputError(
+            f"model.relative_position_buckets={cfg.relative_position_buckets}: transformers' MPNet "
+            f"has {keys.MPNET_BUCKETS} buckets, no segments (model.type_vocab_size=0), a "
+            f"model.position_offset, and a padding token of id 1 (here {pad_id}); use "
+            "`bert-jax embed` or `bert_jax.load`"
+        )
+    fields = _roberta_fields(trained)
+    del fields["type_vocab_size"]
+    buckets = {"relative_attention_num_buckets": keys.MPNET_BUCKETS}
+    return {**fields, "model_type": _MPNET, **buckets}
+
+
 def _distilbert_fields(trained: LoadedModel) -> dict[str, Any]:
     values = dataclasses.asdict(trained.model)
     return {
         "model_type": "distilbert",
-        **{key: values[name] for key, name in _DISTILBERT.items()},
+        **{key: values[name] for key, name in keys.DISTILBERT_FIELDS.items()},
         "activation": _EXPORTED_ACTIVATIONS[values["hidden_act"]],
         "sinusoidal_pos_embds": False,
         "tie_weights_": True,
@@ -380,7 +307,7 @@ def _modern_fields(trained: LoadedModel) -> dict[str, Any]:
     is_decoder = cfg.direction == "left_to_right"
     return {
         "model_type": _DECODER if is_decoder else "modernbert",
-        **{name: values[name] for name in _SIZES},
+        **{name: values[name] for name in keys.SIZES},
         "hidden_activation": act,
         "classifier_activation": act,
         "attention_dropout": cfg.attention_probs_dropout_prob,
@@ -396,7 +323,7 @@ def _modern_fields(trained: LoadedModel) -> dict[str, Any]:
         "global_attn_every_n_layers": cfg.global_every,
         "global_rope_theta": cfg.global_rotary_base,
         "local_rope_theta": cfg.local_rotary_base,
-        **_MODERN_FIXED,
+        **keys.MODERN_FIXED,
         "tie_word_embeddings": cfg.output_table == "tied",
         "bos_token_id": tok.cls_id,
         "eos_token_id": tok.sep_id,
@@ -409,7 +336,7 @@ def _rope_fields(base: float, scaling: str) -> dict[str, Any]:
     """Returns the rope_parameters of one type of layer, the inverse of `_read_rotary`."""
     kind, *numbers = (scaling or "default").split(":")
     rope = {"rope_type": kind, "rope_theta": base}
-    for name, number in zip(_SCALINGS[kind], numbers, strict=True):
+    for name, number in zip(keys.SCALINGS[kind], numbers, strict=True):
         key = "original_max_position_embeddings" if name == "positions" else name
         rope[key] = int(number) if name == "positions" else float(number)
     return rope
@@ -419,5 +346,6 @@ _FIELDS_BY_FAMILY = {
     "bert": _bert_fields,
     "roberta": _roberta_fields,
     "distilbert": _distilbert_fields,
+    "mpnet": _mpnet_fields,
     "modern": _modern_fields,
 }

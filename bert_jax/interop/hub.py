@@ -31,6 +31,7 @@ _FILES = (
     *("config.json", "model.safetensors", _SHARDED, "model-*-of-*.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "modules.json", "1_Pooling/config.json"),
+    *("2_Dense*/config.json", "2_Dense*/model.safetensors"),
     *("sentence_bert_config.json", "config_sentence_transformers.json"),
 )
 

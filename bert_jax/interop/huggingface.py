@@ -1,6 +1,5 @@
 """Folders of Hugging Face's transformers, read and written: config.json and weights."""
 
-import dataclasses
 import re
 from typing import Literal
 
@@ -28,6 +27,7 @@ ARCHITECTURES = {
         "causal_lm": "BertLMHeadModel",
     },
     "roberta": {"masked_lm": "RobertaForMaskedLM", "encoder": "RobertaModel"},
+    "mpnet": {"masked_lm": "MPNetForMaskedLM", "encoder": "MPNetModel"},
     "distilbert": {"masked_lm": "DistilBertForMaskedLM", "encoder": "DistilBertModel"},
     "modern": {
         "masked_lm": "ModernBertForMaskedLM",
@@ -38,13 +38,8 @@ ARCHITECTURES = {
 # The inputs of the models of a family.
 INPUTS = {
     "bert": ("input_ids", "token_type_ids", "attention_mask"),
-    **dict.fromkeys(("roberta", "distilbert", "modern"), ("input_ids", "attention_mask")),
+    **dict.fromkeys(("roberta", "distilbert", "mpnet", "modern"), ("input_ids", "attention_mask")),
 }
-# A command that converts a pickle to safetensors without running its code.
-_CONVERT = (
-    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.clone() for k, v in '
-    "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
-)
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
@@ -56,20 +51,22 @@ Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 def read_folder(folder: epath.Path, report: Report) -> Base:
     """Reads what `save_pretrained` wrote for a class in `ARCHITECTURES` or `names.HEADS`."""
     model = configs.read(folder / "config.json")
-    naming = names.HUGGING_FACE[names.family(model)]
-    if model.output_table == "own":
-        naming = dataclasses.replace(naming, tied={})
+    naming = configs.naming_of(folder / "config.json", model)
     settings = Settings(folder)
     tokenizer = vocabularies.read(folder, settings)
     settings.require_model(model, tokenizer.pad_id)
     if extra := settings.extra_special_tokens():
         shown = ", ".join(extra[:5]) + ", ..." * (len(extra) > 5)
         report(f"special tokens that are read as plain text: {shown}")
-    file = _weights_file(folder)
+    file = weights.find_file(folder)
     tensors = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _canonicalize(tensors, naming, str(file))
     head, fresh = None, ()
-    if (architecture := configs.task_class(folder / "config.json")) is not None:
+    if architecture := configs.match_class(folder / "config.json", names.DROPPED_HEADS):
+        dropped = names.DROPPED_HEADS[architecture]
+        tensors = {name: tensors[name] for name in tensors if not name.startswith(dropped)}
+        report(f"{architecture}: its head ({dropped[0].rstrip('.')}) is not imported")
+    if architecture := configs.match_class(folder / "config.json", names.HEADS):
         head = configs.head_of(folder / "config.json", architecture, tensors, model.hidden_size)
         tensors = weights.without_head(tensors, model, architecture)
         parts, name = names.HEADS[architecture]
@@ -85,26 +82,10 @@ def read_folder(folder: epath.Path, report: Report) -> Base:
         name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         source = f"{name}, commit {folder.name}"
     base = weights.make_base(tensors, naming, model, tokenizer, file, source, report)
-    base.vectors = sentence_transformers.read(folder, model, tokenizer, settings)
+    base.vectors, layers = sentence_transformers.read(folder, model, tokenizer, settings)
+    base.params |= layers
     base.head, base.fresh = head, (*base.fresh, *fresh)
     return base
-
-
-def _weights_file(folder: epath.Path) -> epath.Path:
-    """Returns the file of the weights, or the index of several files."""
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        if (folder / name).exists():
-            return folder / name
-    saved = "load it in transformers and save it with save_pretrained"
-    instead = {
-        "pytorch_model.bin": f"a pickle, which may run code: not read; with torch: `{_CONVERT}`",
-        "tf_model.h5": f"TensorFlow's weights: not read; {saved}",
-        "flax_model.msgpack": f"Flax's weights: not read; {saved}",
-    }
-    for name, reason in instead.items():
-        if (folder / name).exists():
-            raise InputError(f"{folder / name}: {reason}")
-    raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
 def _canonicalize(

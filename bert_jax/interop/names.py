@@ -19,9 +19,23 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "RobertaModel": ("encoder", "pooler"),
     "DistilBertForMaskedLM": ("encoder", "masked_lm"),
     "DistilBertModel": ("encoder",),
+    "MPNetForMaskedLM": ("encoder", "masked_lm"),
+    "MPNetModel": ("encoder", "pooler"),
     "ModernBertForMaskedLM": ("encoder", "masked_lm"),
     "ModernBertModel": ("encoder",),
     "ModernBertDecoderForCausalLM": ("encoder", "masked_lm"),
+    "ElectraForMaskedLM": ("encoder", "masked_lm"),
+    "ElectraModel": ("encoder",),
+    "ElectraForPreTraining": ("encoder",),
+    "ElectraForSequenceClassification": ("encoder",),
+    "ElectraForMultipleChoice": ("encoder",),
+}
+# How the names of heads begin that bert_jax has no counterpart for, by class. `ForPreTraining`
+# detects replaced tokens; the others read [CLS] through a layer with GELU.
+DROPPED_HEADS = {
+    "ElectraForPreTraining": ("discriminator_predictions.",),
+    "ElectraForSequenceClassification": ("classifier.",),
+    "ElectraForMultipleChoice": ("sequence_summary.", "classifier."),
 }
 
 
@@ -38,6 +52,7 @@ FAMILIES = {  # by `family`
     "bert": Family("BERT", "Bert", "pooler", "pooler"),
     "roberta": Family("RoBERTa", "Roberta", "pooler", "pooler"),
     "distilbert": Family("DistilBERT", "DistilBert", "pooler", "pre_classifier"),
+    "mpnet": Family("MPNet", "MPNet", "pooler", "pooler"),
     "modern": Family("ModernBERT", "ModernBert", "masked_lm", "head"),
 }
 # Suffixes of classes for tasks (with a task's head), and the `task.kind`s that each serves.
@@ -55,17 +70,21 @@ def _head(group: Family, suffix: str) -> tuple[tuple[Part, ...], str]:
     name = "classifier"
     if group.part_below_head == "pooler" and suffix == "ForQuestionAnswering":
         name = "qa_outputs"
-    elif group.class_prefix == "Roberta" and suffix == "ForSequenceClassification":
+    elif group.class_prefix in ("Roberta", "MPNet") and suffix == "ForSequenceClassification":
         name = ROBERTA_HEAD
     if reads_cls or group.part_below_head == "masked_lm":  # all heads of ModernBERT read it
         return ("encoder", group.part_below_head), name
     return ("encoder",), name
 
 
-ROBERTA_HEAD = "classifier.out_proj"
-ROBERTA_POOLER_PREFIXES = ("roberta.pooler.", "classifier.")  # in RobertaModel, with a head
+ROBERTA_HEAD = "classifier.out_proj"  # RoBERTa's and MPNet's
+ROBERTA_HEAD_PREFIX = "classifier."  # of the pooler of a class with this head
 # The parts below the head, and the name of the head, for each class for tasks.
 HEADS = {f.class_prefix + end: _head(f, end) for f in FAMILIES.values() for end in TASKS}
+HEADS |= {
+    "ElectraForTokenClassification": (("encoder",), "classifier"),
+    "ElectraForQuestionAnswering": (("encoder",), "qa_outputs"),
+}
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
@@ -88,6 +107,11 @@ _ROBERTA = {
     "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
     "cls.predictions.bias": "lm_head.bias",
 }
+_ELECTRA = {
+    "bert.": "electra.",
+    "cls.predictions.transform": "generator_predictions",
+    "cls.predictions.bias": "generator_lm_head.bias",
+}
 _DISTILBERT = {
     "bert.encoder.layer": "distilbert.transformer.layer",
     "bert.embeddings": "distilbert.embeddings",
@@ -95,6 +119,14 @@ _DISTILBERT = {
     "cls.predictions.transform.LayerNorm": "vocab_layer_norm",
     "cls.predictions.bias": "vocab_projector.bias",
     "bert.pooler.dense": "pre_classifier",
+}
+_MPNET = _ROBERTA | {"bert.": "mpnet."}
+_MPNET_LAYER = _LAYER | {
+    "query": "attention.attn.q",
+    "key": "attention.attn.k",
+    "value": "attention.attn.v",
+    "attention_output": "attention.attn.o",
+    "attention_layer_norm": "attention.LayerNorm",
 }
 _DISTILBERT_LAYER = {
     "query": "attention.q_lin",
@@ -162,9 +194,11 @@ class Naming:
 
 
 def family(cfg: Model) -> str:
-    """Returns the family of a model: bert, roberta, distilbert or modern."""
+    """Returns the family of a model, one of `FAMILIES`."""
     if cfg.kind != "bert":
         return cfg.kind
+    if cfg.relative_position_buckets:
+        return "mpnet"
     if cfg.position_offset:
         return "roberta"
     return "bert" if cfg.type_vocab_size else "distilbert"
@@ -187,6 +221,10 @@ def bert_tensors(cfg: Model, layer_names: Mapping[str, str] = _LAYER) -> Iterato
     shape = (cfg.vocab_size, width)
     yield Tensor(WORD_EMBEDDINGS, shape, word, "encoder", is_vocabulary=True)
     yield from _norm("bert.embeddings.LayerNorm", (*above, "layer_norm"), "encoder", width)
+    if buckets := cfg.relative_position_buckets:
+        name, shape = "bert.encoder.relative_attention_bias", (buckets, cfg.num_attention_heads)
+        path = ("encoder", "relative_positions", "embedding")
+        yield Tensor(f"{name}.weight", shape, path, "encoder")
     sizes = {"intermediate": (inner, width), "output": (width, inner)}
     for layer in range(cfg.num_hidden_layers):
         for module, hf_name in layer_names.items():
@@ -281,7 +319,31 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
 
 _NO_NEXT_SENTENCE: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
 
+# By `family`, and for models that are imported as BERT by `model_type`.
 HUGGING_FACE = {
+    "mpnet": Naming(
+        lambda cfg: _rename(cfg, _MPNET, _MPNET_LAYER, _NO_NEXT_SENTENCE),
+        "mpnet.embeddings.word_embeddings.weight",
+        "lm_head.bias",
+        model_label="MPNet's masked LM",
+        prefix="mpnet.",
+        encoder_prefixes=("embeddings.", "encoder.", "pooler."),
+        tied={
+            "lm_head.decoder.weight": "mpnet.embeddings.word_embeddings.weight",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
+        ignored=("mpnet.embeddings.position_ids",),
+    ),
+    "electra": Naming(
+        lambda cfg: _rename(cfg, _ELECTRA, _LAYER, ("encoder", "masked_lm")),
+        "electra.embeddings.word_embeddings.weight",
+        "generator_lm_head.bias",
+        model_label="ELECTRA's masked LM",
+        prefix="electra.",
+        encoder_prefixes=("embeddings.", "encoder."),
+        tied={"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},
+        ignored=("electra.embeddings.position_ids", "electra.embeddings.token_type_ids"),
+    ),
     "roberta": Naming(
         lambda cfg: _rename(cfg, _ROBERTA, _LAYER, _NO_NEXT_SENTENCE),
         "roberta.embeddings.word_embeddings.weight",

@@ -1,7 +1,9 @@
 """Pooling, prompts and lengths of sentence-transformers folders, read and written."""
 
+import dataclasses
 import json
-from typing import Any
+import re
+from typing import Any, Literal
 
 import numpy as np
 from etils import epath
@@ -11,13 +13,26 @@ from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model
 from bert_jax.embeddings.forms import TokenSelection
 from bert_jax.errors import InputError, translate_parser_errors
+from bert_jax.interop import weights
 from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object, require, write_json
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text.tokenizer import Tokenizer
 
-# Names and folders of modules, in this order; the last may be missing.
-_MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+# Names of modules, in this order, and their folders.
+_MODULES = re.compile("Transformer Pooling( Dense)?( Normalize)?")
+_PATHS = re.compile(r" 1_Pooling( 2_Dense\w*)?( \d_Normalize)?")
+# Classes of torch for the activation of Dense.
+_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.linear.Identity": "identity",
+}
+# Keys of Dense that would make it another layer, and their only supported values.
+_DENSE_FIXED = {
+    "use_residual": False,
+    "module_input_name": "sentence_embedding",
+    "module_output_name": "sentence_embedding",
+}
 # Keys of a Pooling before version 6, each with a truth value.
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -40,22 +55,31 @@ _REMEDY = "its vectors cannot be imported; delete modules.json to import only th
 
 def read(
     folder: epath.Path, model: Model, tokenizer: Tokenizer, settings: Settings
-) -> TextVectors | None:
-    """Reads how vectors of texts are computed; None if the folder has no such settings."""
+) -> tuple[TextVectors | None, dict[str, Any]]:
+    """Reads how vectors of texts are computed, and the parts of weights that this needs.
+
+    The first result is None if the folder has no such settings.
+    """
     modules_path, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
     max_length = settings.max_length(model.max_position_embeddings)
     if not modules_path.exists():
-        return TextVectors(max_length=max_length) if max_length else None
+        return (TextVectors(max_length=max_length) if max_length else None), {}
     with translate_parser_errors(modules_path, _REMEDY):
         entries = json.loads(modules_path.read_text())
-        modules = [(entry["type"].split(".")[-1], entry["path"]) for entry in entries]
-    path = folder / _SETTINGS
-    prompt_settings = _read_optional(path)
-    if modules == _MODULES[:1] and prompt_settings.get("model_type") == _CROSS_ENCODER:
-        require(path, "default_prompt_name", prompt_settings.get("default_prompt_name"), [None])
-        return TextVectors(max_length=max_length) if max_length else None
-    if modules not in (_MODULES, _MODULES[:2]):
-        raise InputError(f"{modules_path}: {modules}: only {_MODULES} are supported; {_REMEDY}")
+        names = [entry["type"].split(".")[-1] for entry in entries]
+        paths = [entry["path"] for entry in entries]
+    prompts_path = folder / _SETTINGS
+    prompt_settings = _read_optional(prompts_path)
+    if names == ["Transformer"] and prompt_settings.get("model_type") == _CROSS_ENCODER:
+        default = prompt_settings.get("default_prompt_name")
+        require(prompts_path, "default_prompt_name", default, [None])
+        return (TextVectors(max_length=max_length) if max_length else None), {}
+    is_supported = _MODULES.fullmatch(" ".join(names)) and _PATHS.fullmatch(" ".join(paths))
+    if not is_supported:
+        raise InputError(
+            f"{modules_path}: {names} in {paths}: only Transformer, Pooling, and then Dense, "
+            f"Normalize or both, with their usual paths, are supported; {_REMEDY}"
+        )
     fields = read_object(pooling)
     mode = _pooling_mode(pooling, fields)
     transformer = _read_optional(folder / "sentence_bert_config.json")
@@ -67,14 +91,46 @@ def read(
         if value:
             raise InputError(f"{modules_path}: with {name}={value!r}: not supported; {_REMEDY}")
     prompts = prompt_settings.get("prompts") or {}
-    with translate_parser_errors(path, _REMEDY):  # join raises if a prompt is not a string
+    with translate_parser_errors(prompts_path, _REMEDY):  # join raises if a prompt is not a string
         prefixes = {
             role: "".join([prompts[name] for name in prompt_names if prompts.get(name)][:1])
             for role, prompt_names in _PROMPTS.items()
         }
     if any(prefixes.values()):
         require(pooling, "include_prompt", fields.get("include_prompt", True), [True])
-    return TextVectors(mode, len(modules) == len(_MODULES), max_length, **prefixes)
+    vectors = TextVectors(mode, "Normalize" in names, max_length, **prefixes)
+    if "Dense" not in names:
+        return vectors, {}
+    dense, activation = _read_dense(folder / paths[2], model.hidden_size)
+    width = len(dense["bias"])
+    vectors = dataclasses.replace(vectors, dense_width=width, dense_activation=activation)
+    return vectors, {"dense": dense}
+
+
+def _read_dense(
+    folder: epath.Path, width: int
+) -> tuple[dict[str, np.ndarray], Literal["identity", "tanh"]]:
+    """Returns a kernel, float32 [D, W], and a bias [W], and the activation after them."""
+    path = folder / "config.json"
+    fields = read_object(path)
+    for key, value in _DENSE_FIXED.items():
+        require(path, key, fields.get(key) or value, [value])
+    activation = fields.get("activation_function", "torch.nn.modules.activation.Tanh")
+    require(path, "activation_function", activation, _ACTIVATIONS)
+    file = weights.find_file(folder)
+    tensors = base_lib.read_tensors(file)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    size = shapes.get("linear.weight", [0])[0]
+    expected = {"linear.weight": [size, width], "linear.bias": [size]}
+    if not fields.get("bias", True):
+        del expected["linear.bias"]
+    if shapes != expected or not size:
+        raise InputError(f"{file}: tensors {shapes}: must be {expected}; restore the folder")
+    weight, zeros = tensors["linear.weight"], np.zeros(size, np.float32)
+    bias = tensors.get("linear.bias", zeros)
+    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+        raise InputError(f"{file}: has values that are not finite; use another checkpoint")
+    return {"kernel": weight.T, "bias": bias}, _ACTIVATIONS[activation]
 
 
 def read_activation(folder: epath.Path, hf_config: dict[str, Any]) -> str | None:
@@ -116,7 +172,9 @@ def write(trained: LoadedModel, folder: epath.Path) -> None:
     if vectors.form != "dense":
         _write_retriever(trained, vectors, folder)
         return
-    modules = _MODULES if vectors.normalize else _MODULES[:2]
+    names = ["Transformer", "Pooling"] + ["Dense"] * bool(vectors.dense_width)
+    names += ["Normalize"] * vectors.normalize
+    modules = [(name, f"{i}_{name}" if i else "") for i, name in enumerate(names)]
     package = "sentence_transformers.models"
     listed = [
         {"idx": i, "name": str(i), "path": path, "type": f"{package}.{name}"}
@@ -137,6 +195,19 @@ def write(trained: LoadedModel, folder: epath.Path) -> None:
         folder / "1_Pooling" / "config.json",
         {"word_embedding_dimension": model.hidden_size, **modes},
     )
+    if vectors.dense_width:
+        _write_dense(trained.params["dense"], vectors.dense_activation, folder / "2_Dense")
+
+
+def _write_dense(
+    dense: dict[str, Any], activation: Literal["identity", "tanh"], folder: epath.Path
+) -> None:
+    (name,) = (name for name in _ACTIVATIONS if _ACTIVATIONS[name] == activation)
+    weight, bias = np.asarray(dense["kernel"]).T, np.asarray(dense["bias"])
+    fields = {"in_features": weight.shape[1], "out_features": len(bias), "bias": True}
+    write_json(folder / "config.json", fields | {"activation_function": name})
+    tensors = {"linear.weight": weight, "linear.bias": bias}
+    base_lib.write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
 
 def _prompts(vectors: TextVectors) -> dict[str, str]:

@@ -125,20 +125,25 @@ RULES: dict[str, dict[str, SettingRule]] = {
 
 # Classes that use tokenizer.json unchanged. The other classes replace some parts of it.
 GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-_WORDPIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer")
+_WORDPIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
 _SENTENCEPIECE_CLASSES = ("XLMRobertaTokenizer", "CamembertTokenizer")
 CLASSES = (*GENERIC_CLASSES, *_WORDPIECE_CLASSES, "RobertaTokenizer", *_SENTENCEPIECE_CLASSES)
 # Class by model type, for folders that name no class.
 _CLASS_BY_MODEL_TYPE = {
     "bert": "BertTokenizer",
-    "distilbert": "BertTokenizer",
+    **dict.fromkeys(("distilbert", "electra"), "BertTokenizer"),
     "roberta": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
     "camembert": "CamembertTokenizer",
+    "mpnet": "MPNetTokenizer",
 }
 _BERT_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 _ROBERTA_TOKENS = {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
 _ROBERTA_TOKENS |= {"cls": "<s>", "sep": "</s>", "bos": "<s>", "eos": "</s>"}
+_TOKENS_BY_CLASS = dict.fromkeys(_WORDPIECE_CLASSES, _BERT_TOKENS) | {
+    "MPNetTokenizer": _ROBERTA_TOKENS | {"unk": "[UNK]"},
+    **dict.fromkeys(("RobertaTokenizer", *_SENTENCEPIECE_CLASSES), _ROBERTA_TOKENS),
+}
 # Defaults of the tokenizers library.
 _ATTRIBUTE_DEFAULTS = {"single_word": False, "lstrip": False, "rstrip": False}
 _WORDPIECE_DEFAULTS = {"type": "WordPiece", "unk_token": "[UNK]"}
@@ -215,7 +220,9 @@ class Settings:
         library_tokenizer = tokenizers.Tokenizer.from_buffer(content)
         cls_id, sep_id = (library_tokenizer.token_to_id(self.special_tokens[key]) for key in keys)
         # (id of [CLS], ids between two texts, id of [SEP], segment of the second text)
-        if self.tokenizer_class in _WORDPIECE_CLASSES:
+        if self.tokenizer_class == "MPNetTokenizer":  # which has no segments
+            expected = (cls_id, (sep_id, sep_id), sep_id, tokenizer.second_segment)
+        elif self.tokenizer_class in _WORDPIECE_CLASSES:
             expected = (cls_id, (sep_id,), sep_id, 1)
         else:
             expected = (cls_id, (sep_id, sep_id), sep_id, 0)
@@ -255,11 +262,8 @@ class Settings:
 
     def _read_special_tokens(self) -> dict[str, str]:
         """Returns the special tokens by key: {"mask_token": "[MASK]", ...}."""
-        special_tokens: dict[str, str] = {}
-        if self.tokenizer_class in _WORDPIECE_CLASSES:
-            special_tokens = {f"{role}_token": token for role, token in _BERT_TOKENS.items()}
-        elif self.tokenizer_class not in GENERIC_CLASSES:
-            special_tokens = {f"{role}_token": token for role, token in _ROBERTA_TOKENS.items()}
+        tokens = _TOKENS_BY_CLASS.get(self.tokenizer_class, {})
+        special_tokens = {f"{role}_token": token for role, token in tokens.items()}
         files = [_TOKENIZER_CONFIG]
         if "added_tokens_decoder" not in self.tokenizer_config:
             files.append(_SPECIAL_TOKENS_MAP)  # overrides tokenizer_config.json

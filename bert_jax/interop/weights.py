@@ -26,6 +26,28 @@ from bert_jax.text.tokenizer import Tokenizer
 # Other libraries pad the vocabulary's tables to a multiple of one of these.
 _MULTIPLES = (8, 64, 128, 256, 512, 1024)
 _FRESH_SEED = 0
+# A command that converts a pickle to safetensors without running its code.
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.clone() for k, v in '
+    "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
+)
+
+
+def find_file(folder: epath.Path) -> epath.Path:
+    """Returns the file of the weights, or the index of several files."""
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).exists():
+            return folder / name
+    saved = "load it in transformers and save it with save_pretrained"
+    instead = {
+        "pytorch_model.bin": f"a pickle, which may run code: not read; with torch: `{_CONVERT}`",
+        "tf_model.h5": f"TensorFlow's weights: not read; {saved}",
+        "flax_model.msgpack": f"Flax's weights: not read; {saved}",
+    }
+    for name, reason in instead.items():
+        if (folder / name).exists():
+            raise InputError(f"{folder / name}: {reason}")
+    raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
 def import_tensors(
@@ -135,7 +157,8 @@ def export_tensors(
         value = value.T if tensor.is_transposed else value
         tensors[name] = np.concatenate([tensors[name], value]) if tensor.share[0] else value
     if head == names.ROBERTA_HEAD:
-        tensors = {key.replace(*names.ROBERTA_POOLER_PREFIXES): tensors[key] for key in tensors}
+        prefixes = f"{naming.prefix}pooler.", names.ROBERTA_HEAD_PREFIX
+        tensors = {key.replace(*prefixes): tensors[key] for key in tensors}
     if head:
         leaves = jax.device_get(params["head"])
         tensors |= {f"{head}.weight": leaves["kernel"].T, f"{head}.bias": leaves["bias"]}
@@ -152,7 +175,8 @@ def without_head(
     parts, name = names.HEADS[architecture]
     below = {key: tensors[key] for key in tensors if not key.startswith(f"{name}.")}
     if name == names.ROBERTA_HEAD:
-        task_prefix, prefix = reversed(names.ROBERTA_POOLER_PREFIXES)
+        task_prefix = names.ROBERTA_HEAD_PREFIX
+        prefix = f"{names.HUGGING_FACE[names.family(cfg)].prefix}pooler."
         below = {
             prefix + key.removeprefix(task_prefix) if key.startswith(task_prefix) else key: value
             for key, value in below.items()

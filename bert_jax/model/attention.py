@@ -97,7 +97,8 @@ def attend(
         do not attend to each other.
       noise: dropout noise for the probabilities; None drops nothing.
       rate: share of probabilities dropped.
-      window: bool [Q, K], True where a query may attend to a key; None: everywhere.
+      window: bool [Q, K], True where a query may attend to a key; or a bias of the scores, float32
+        [H, Q, K], with a gradient; None: everywhere, without a bias.
       policy: what the backward pass recomputes; `Packing` without noise keeps all.
 
     Returns:
@@ -110,7 +111,8 @@ def attend(
         context = attend(query, key, value, input_mask.mask, noise, rate, window, policy)
         return input_mask.pack(context)
     noise = noise if rate else None
-    if policy == "recomputed":
+    # `_attend_recomputed` has no gradient for a bias.
+    if policy == "recomputed" and (window is None or window.dtype == jnp.bool):
         return _attend_recomputed(rate, query, key, value, _key_mask(input_mask), noise, window)
     scores = _scores(query, key, _key_mask(input_mask), window)
     probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
@@ -230,8 +232,10 @@ def _scores(
 
 
 def _mask_window(scores: jax.Array, window: jax.Array | None) -> jax.Array:
-    """Lowers the scores [..., Q, K] of keys outside a query's window."""
-    return scores if window is None else scores + jnp.where(window, 0.0, MASKED_SCORE)
+    """Lowers the scores [..., Q, K] of keys outside a query's window, or adds a bias."""
+    if window is None:
+        return scores
+    return scores + (jnp.where(window, 0.0, MASKED_SCORE) if window.dtype == jnp.bool else window)
 
 
 def _scale(x: jax.Array, scale: float) -> jax.Array:

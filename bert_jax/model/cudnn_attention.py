@@ -48,6 +48,8 @@ def refusal(model: Model, device: jax.Device, parallelism: Parallelism) -> str |
         return "the device is not an NVIDIA GPU"
     if parallelism.attention == "xla":
         return "parallelism.attention=xla"
+    if model.relative_position_buckets:
+        return "model.relative_position_buckets adds a bias to the scores"
     if model.code:
         return "model.code computes its own attention"
     if model.compute_dtype != "bfloat16":

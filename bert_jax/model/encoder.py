@@ -23,6 +23,8 @@ from bert_jax.model.kernels import Kernels
 # The vocabulary's tables have a multiple of this number of rows on every mesh, so that they can be
 # sharded on any number of devices and a checkpoint fits every mesh.
 VOCAB_MULTIPLE = 1_024
+# Distances from here on share the last bucket of relative positions.
+_LONGEST_DISTANCE = 128
 # Name of the results of linear layers, rounded to the compute type, which `remat="dots"` saves.
 LINEAR_OUTPUT = "product"
 
@@ -183,6 +185,29 @@ def _rotary_frequencies(base: float, scaling: str, width: int) -> tuple[np.ndarr
     first, last = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), width - 1)
     share = np.clip((np.arange(width // 2) - first) / (last - first or 0.001), 0, 1)
     return frequencies * (1 - share) + scaled * share, 0.1 * math.log(float(factor)) + 1
+
+
+def position_bias(table: jax.Array, length: int) -> jax.Array:
+    """Returns the bias of attention scores for relative positions, float32 [H, S, S].
+
+    Distances fall into buckets (Raffel et al. 2020, section 2.1; transformers' MPNetEncoder). Half
+    of the buckets are for keys after the query. In each half, small distances have a bucket each,
+    and the other buckets grow exponentially up to a distance of 128.
+
+    Args:
+      table: the biases, float32 [buckets, H].
+      length: S.
+    """
+    half = len(table) // 2
+    distances = np.arange(1 - length, length)  # of keys after the query
+    sizes, exact = np.abs(distances), half // 2
+    logs = np.log(np.maximum(sizes, exact).astype(np.float32) / np.float32(exact))
+    logs = logs / np.float32(math.log(_LONGEST_DISTANCE / exact)) * np.float32(half - exact)
+    large = np.minimum(exact + logs.astype(np.int32), half - 1)
+    buckets = np.where(sizes < exact, sizes, large) + half * (distances > 0)
+    positions = jnp.arange(length)
+    by_distance = table[buckets].T  # [H, 2 S - 1]
+    return by_distance[:, positions - positions[:, None] + length - 1]
 
 
 @jax.custom_vjp

@@ -7,7 +7,7 @@ Shape letters: E examples of a shard, A examples of all shards, N texts after th
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -205,6 +205,14 @@ def flops_penalty(vectors: jax.Array, weights: jax.Array, axes: Axes = ()) -> ja
     count = _gather(weights.sum(keepdims=True), axes).sum()
     own = weights @ vectors / jnp.maximum(count, 1.0)
     return (own * _gather(own[None], axes).sum(axis=0)).sum()
+
+
+def apply_dense(
+    vectors: jax.Array, dense: Mapping[str, jax.Array], activation: Literal["identity", "tanh"]
+) -> jax.Array:
+    """Applies the layer after the pooling: float32 [..., D] -> [..., W]."""
+    outputs = jnp.matmul(vectors, dense["kernel"]) + dense["bias"]
+    return jnp.tanh(outputs) if activation == "tanh" else outputs
 
 
 def project(hidden: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ from bert_jax.model.encoder import (
     initializer,
     look_up,
     padded_vocab_size,
+    position_bias,
     rotary_cos_sin,
     rotate,
     run_layers,
@@ -170,6 +171,7 @@ class LayerInputs(NamedTuple):
     rotation: jax.Array | None
     kernels: Kernels | None  # settings of the TPU kernels that compute the layer, if any
     cudnn: bool  # whether cuDNN computes attention
+    bias: jax.Array | None  # result of `position_bias`; None: no relative positions
 
 
 class Layer(nnx.Module):
@@ -239,8 +241,9 @@ class Layer(nnx.Module):
         value = self.project_heads(self.value, x)
         if inputs.cudnn:
             return cudnn_attention.attend(cfg, query, key, value, mask, is_global)
-        length = _attended_length(mask, x)
-        window = attention_window(cfg, is_global, length)
+        window = inputs.bias
+        if window is None:
+            window = attention_window(cfg, is_global, _attended_length(mask, x))
         noise, rate = layers.noise_at(noise, 0), cfg.attention_probs_dropout_prob
         return attention.attend(query, key, value, mask, noise, rate, window, policy)
 
@@ -270,12 +273,13 @@ class Layer(nnx.Module):
         return query, rotate(self.project_heads(self.key, x), own)
 
     def attention_probabilities(
-        self, number: jax.Array, x: jax.Array, rotation: jax.Array | None
+        self, number: jax.Array, x: jax.Array, rotation: jax.Array | None, bias: jax.Array | None
     ) -> jax.Array:
         """Computes the attention probabilities of one text: [S, D] -> [H, S, S]."""
         is_global = self._is_global(number, rotation)
         query, key = self._queries_and_keys(self._attention_input(number, x), is_global, rotation)
         scores = jnp.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+        scores = scores if bias is None else scores + bias
         window = attention_window(self.cfg, is_global, len(x))
         scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
         return jax.nn.softmax(scores, axis=-1)
@@ -368,6 +372,9 @@ class Encoder(nnx.Module):
         self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
         if _is_modern(cfg):
             self.final_layer_norm = _norm(cfg)
+        if buckets := cfg.relative_position_buckets:
+            count, init = cfg.num_attention_heads, initializer(cfg)
+            self.relative_positions = Embedding(buckets, count, init, rngs=rngs)
 
     def __call__(
         self,
@@ -395,7 +402,7 @@ class Encoder(nnx.Module):
             )
         length, has_noise = _attended_length(input_mask, x), noise is not None
         cudnn = loop.cudnn and cudnn_attention.fits(cfg, length, has_noise)
-        inputs = LayerInputs(input_mask, rotation, kernels, cudnn)
+        inputs = LayerInputs(input_mask, rotation, kernels, cudnn, self._position_bias(length))
         run = functools.partial(Layer.__call__, inputs=inputs)
         last, states = run_layers(run, self.layers, x, noise, loop, outputs)
         if _is_modern(cfg) and len(jax.tree.leaves(self.layers)[0]) == cfg.num_hidden_layers:
@@ -408,8 +415,15 @@ class Encoder(nnx.Module):
         count, length, _ = hidden.shape
         rotation = rotary_cos_sin(self.cfg, jnp.arange(length)) if _is_modern(self.cfg) else None
 
-        compute = jax.vmap(Layer.attention_probabilities, in_axes=(0, 0, 0, None))
-        return compute(self.layers, jnp.arange(count), hidden, rotation)
+        compute = jax.vmap(Layer.attention_probabilities, in_axes=(0, 0, 0, None, None))
+        bias = self._position_bias(length)
+        return compute(self.layers, jnp.arange(count), hidden, rotation, bias)
+
+    def _position_bias(self, length: int) -> jax.Array | None:
+        """Returns the bias of scores, float32 [H, S, S]. It holds for each text of a shared row."""
+        if not self.cfg.relative_position_buckets:
+            return None
+        return position_bias(self.relative_positions.embedding[...], length)
 
 
 def _kernels(
@@ -421,12 +435,12 @@ def _kernels(
 ) -> Kernels | None:
     """Returns the settings of kernels; None if XLA computes the layers.
 
-    Kernels have no causal mask, and rotary ones no dropout of probabilities. They are not faster
-    without noise, and do not support `Packing`.
+    Kernels have no causal mask and no bias, and rotary ones no dropout of probabilities. They are
+    not faster without noise, and do not support `Packing`.
     """
     if loop.kernels is None or noise is None or isinstance(input_mask, Packing):
         return None
-    if cfg.direction == "left_to_right":
+    if cfg.direction == "left_to_right" or cfg.relative_position_buckets:
         return None
     if _is_modern(cfg):
         sizes = cfg.num_attention_heads, *shape[1:], half_window(cfg)

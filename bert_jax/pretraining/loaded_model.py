@@ -389,7 +389,9 @@ def load_params(
         base = base_lib.read(workdir.root)
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
-        return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
+        names = base.params.keys() - base_lib.VECTOR_PARTS
+        params = {name: base.params[name] for name in sorted(names)}
+        return jax.device_put(params, mesh_lib.replicated(mesh)), 0
     restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), checkpoint)
     return restored.state["params"], restored.step
 

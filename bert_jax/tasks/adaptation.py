@@ -49,10 +49,10 @@ def read_base(experiment: Finetuning) -> Base:
 def select_weights(trained: Base, experiment: Finetuning) -> Base:
     """Returns a base with only those weights that a task can use, on the host.
 
-    These are `encoder`, the part below the head, and `projection`, a layer for vectors of tokens. A
-    decoder or sparse vectors use all of `masked_lm` instead of the part below the head. The model
-    has the dropout rates and the compute type of `adapt`. The hash covers the weights, the
-    tokenizer and the pooling of a head; a run saves it to identify its base.
+    These are `encoder`, the part below the head, and `VECTOR_PARTS`. A decoder or sparse vectors
+    use all of `masked_lm` instead of the part below the head. The model has the dropout rates and
+    the compute type of `adapt`. The hash covers the weights, the tokenizer and the pooling of a
+    head; a run saves it to identify its base.
     """
     adapt, reads = experiment.adapt, experiment.task.spec.implementing_class.reads
     reads_masked_lm = reads in ("decoder", "masked_lm")
@@ -60,7 +60,7 @@ def select_weights(trained: Base, experiment: Finetuning) -> Base:
     # This part is read even for tags and spans, which may not use it: the hash covers it.
     part = "masked_lm" if reads_masked_lm else part_below_head(trained.model, "pooled")
     names = {"encoder", part}
-    names |= {"projection"} & trained.params.keys()
+    names |= base_lib.VECTOR_PARTS & trained.params.keys()
     params = jax.device_get({name: trained.params[name] for name in sorted(names)})
     if "masked_lm" in params and not reads_masked_lm:
         for name in {"output_bias", "output"} & params["masked_lm"].keys():
@@ -171,10 +171,12 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
     """
     task = experiment.task
     has_decoder = task.spec.implementing_class.reads == "decoder"
-    if has_decoder and (model.kind != "bert" or model.code):  # `code`: a custom encoder
+    if has_decoder and (model.kind != "bert" or model.code or model.relative_position_buckets):
         kind = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+        if buckets := model.relative_position_buckets:
+            kind = f"model.relative_position_buckets={buckets}"
         raise InputError(
-            f"{where}: {kind}: task.kind=generate needs the layers of model.kind=bert for its "
+            f"{where}: {kind}: task.kind=generate needs the layers of the original BERT for its "
             "decoder; name another base"
         )
     for name in ["max_sequence_length"] + ["max_target_length"] * has_decoder:
@@ -198,8 +200,18 @@ class ModelRunner:
     vector_settings: base_lib.TextVectors | None = None  # how texts become vectors; None: defaults
 
     def compile_rows(self, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Compiles `run`, with the arguments of `Objective.forward`; see `step.make_rows_step`."""
-        return step.make_rows_step(Pretraining(self.model), run, self.parallelism, self.mesh)
+        """Compiles `run`, with the arguments of `Objective.forward`; see `step.make_rows_step`.
+
+        The parameters may include `VECTOR_PARTS`, which `run` gets as frozen parameters.
+        """
+        compiled = step.make_rows_step(Pretraining(self.model), run, self.parallelism, self.mesh)
+
+        def compute(params: Any, fixed: Any, batch: Any) -> jax.Array:
+            frozen = {name: params[name] for name in base_lib.VECTOR_PARTS & params.keys()}
+            own = {name: params[name] for name in params if name not in frozen}
+            return compiled(own, frozen or fixed, batch)
+
+        return compute
 
     def clamp_length(self, task: Task) -> Task:
         """Returns the task with rows that are at most as long as the model's positions."""

@@ -87,6 +87,9 @@ class TaskModel:
         self.labels = tuple(notes["labels"])
         # How texts become vectors; None: defaults.
         self.vector_settings = base_lib.read_vectors(notes) or loaded.vectors
+        # The base's parts for these vectors, for a run that did not train them.
+        vector_parts = base_lib.VECTOR_PARTS & loaded.params.keys()
+        self.vector_parts = {name: loaded.params[name] for name in vector_parts}
         kind: TaskKind = self.task.spec.implementing_class.restore(
             self.task, self.labels, loaded, notes
         )
@@ -257,8 +260,8 @@ class FinetunedModel(LoadedModel):
         if tuned.kind.reads == "masked_lm":
             kept["masked_lm"] = merged["masked_lm"]
         params, fresh = heads.add_missing_heads(tuned.model, kept)
-        if "projection" in merged:
-            params["projection"] = merged["projection"]
+        params |= tuned.vector_parts
+        params |= {name: merged[name] for name in base_lib.VECTOR_PARTS & merged.keys()}
         return cls(
             tuned.model,
             params,

@@ -78,11 +78,18 @@ class SimilarObjective(TaskObjective):
         return {"vectors": dataclasses.asdict(self.text_vectors), "teacher_width": self.outputs}
 
     @property
+    def base_parts(self) -> tuple[str, ...]:
+        return (*super().base_parts, *["dense"] * bool(self.text_vectors.dense_width))
+
+    @property
     def rules(self) -> Sequence[sharding.Rule]:
+        rules = list(super().rules)
+        if self.adapt.how == "full" and self.text_vectors.dense_width:
+            rules.append(sharding.Rule("dense/(kernel|bias)"))  # on each device, whole
         if self.settings.projection == "linear":
-            return super().rules
+            return rules
         scale_rules = [_SCALE_RULE] if self.settings.temperature_is == "learned" else []
-        return [*(rule for rule in super().rules if rule != HEAD_RULE), *scale_rules]
+        return [*(rule for rule in rules if rule != HEAD_RULE), *scale_rules]
 
     def init_params(self, key: jax.Array) -> Tree:
         params = super().init_params(key)
@@ -90,6 +97,10 @@ class SimilarObjective(TaskObjective):
             params["head"] = {"scale": -jnp.log(jnp.full([1], self.settings.temperature))}
         elif self.settings.projection == "none":
             del params["head"]
+        width = self.text_vectors.dense_width
+        if self.adapt.how == "full" and width:  # shapes: the values are the base's
+            kernel = jnp.zeros([self.model.hidden_size, width], jnp.float32)
+            params["dense"] = {"kernel": kernel, "bias": jnp.zeros([width], jnp.float32)}
         return params
 
     def vectors(
@@ -99,7 +110,11 @@ class SimilarObjective(TaskObjective):
         params = merged_params(self.adapt, params, fixed)
         encoder = fill_params(params["encoder"], encoder_functions(self.model).encoder, self.model)
         hidden, mask = encode_texts(encoder, self.model, batch, noise, loop)
-        return similarity.normalize(similarity.pool(hidden, mask, self.text_vectors.pooling))
+        pooled = similarity.pool(hidden, mask, self.text_vectors.pooling)
+        if "dense" in params:  # an untrained encoder, which probes compare with, has no such part
+            activation = self.text_vectors.dense_activation
+            pooled = similarity.apply_dense(pooled, params["dense"], activation)
+        return similarity.normalize(pooled)
 
     predict = vectors
 
@@ -196,11 +211,11 @@ class Similar(TaskKind):
             targets = _teacher_vectors(settings.teacher, examples)
             rows.row_arrays["teacher_vectors"], kind.output_count = targets, targets.shape[1]
             teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
-            if settings.projection == "none" and kind.output_count != base.model.hidden_size:
+            width = vector_width(base)
+            if settings.projection == "none" and kind.output_count != width:
                 raise InputError(
                     f"vectors.teacher={settings.teacher}: its vectors have {kind.output_count} "
-                    f"numbers, the encoder's {base.model.hidden_size}; "
-                    "set vectors.projection=linear"
+                    f"numbers, the base's {width}; set vectors.projection=linear"
                 )
         batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
         identity = (examples_lib.sha256(examples, (teacher_sha256,)),)
@@ -212,13 +227,15 @@ class Similar(TaskKind):
 
     def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
         settings, inherited = experiment.vectors, base.vectors or TextVectors()
-        require_supported(settings, base.model)
+        require_supported(settings, base)
         vectors = TextVectors(
             settings.pooling or inherited.pooling,
             normalize=True,
             max_length=self.task.max_sequence_length,
             query_prefix=self.task.query_prefix,
             text_prefix=self.task.text_prefix,
+            dense_width=inherited.dense_width,
+            dense_activation=inherited.dense_activation,
         )
         return {"settings": settings, "text_vectors": vectors}
 
@@ -274,16 +291,27 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
     return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
 
 
-def require_supported(settings: Vectors, model: Model) -> None:
-    """Raises InputError unless an encoder supports the dimensions and the pooling of `settings`."""
-    if settings.dimensions and settings.dimensions[-1] > model.hidden_size:
+def vector_width(base: Base) -> int:
+    """Returns how many numbers the vectors of a base have."""
+    return (base.vectors and base.vectors.dense_width) or base.model.hidden_size
+
+
+def require_supported(settings: Vectors, base: Base) -> None:
+    """Raises InputError unless a base supports the dimensions and the pooling of `settings`."""
+    width, direction = vector_width(base), base.model.direction
+    if settings.dimensions and settings.dimensions[-1] > width:
         raise InputError(
-            f"vectors.dimensions={settings.dimensions}: the encoder's vectors have "
-            f"{model.hidden_size} numbers; remove larger dimensions"
+            f"vectors.dimensions={settings.dimensions}: the base's vectors have {width} numbers; "
+            "remove larger dimensions"
         )
-    if settings.pooling == "cls" and model.direction != "both":
+    if settings.projection == "linear" and width != base.model.hidden_size:
         raise InputError(
-            f"vectors.pooling=cls: with model.direction={model.direction} the vector of [CLS] "
+            f"vectors.projection=linear: reads {base.model.hidden_size} numbers, but the base's "
+            f"Dense layer gives {width}; set it to none, and name a teacher of {width} numbers"
+        )
+    if settings.pooling == "cls" and direction != "both":
+        raise InputError(
+            f"vectors.pooling=cls: with model.direction={direction} the vector of [CLS] "
             "does not depend on the text; use mean or last"
         )
 

@@ -290,8 +290,9 @@ class TaskObjective:
             hidden = text_vector(cfg, hidden, mask)
         part = part_below_head(cfg, self.reads, features)
         if part == "pooler":
-            # DistilBERT, which has no segments, has this layer with ReLU in its heads.
-            act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
+            # DistilBERT has this layer with ReLU in its heads. Like MPNet it has no segments.
+            has_tanh = cfg.type_vocab_size or cfg.relative_position_buckets
+            act = jnp.tanh if has_tanh else jax.nn.relu
             hidden = act(module.pooler(hidden)).astype(hidden.dtype)
         elif part == "masked_lm":
             hidden = module.masked_lm(hidden)

@@ -51,6 +51,7 @@ class Rule(NamedTuple):
 _LAYER = "encoder/layers/"
 
 _SEGMENTS = Rule("encoder/embeddings/segment/embedding")
+_RELATIVE_POSITIONS = Rule("encoder/relative_positions/embedding")
 
 # The first dimension of stacked layers is the layers.
 _BERT = (
@@ -106,7 +107,8 @@ def encoder_rules(model: Model) -> Sequence[Rule]:
     if model.code:
         return encoder_functions(model).rules
     missing = () if model.type_vocab_size else (_SEGMENTS,)  # DistilBERT has no segments
-    return [rule for rule in ENCODERS[model.kind] if rule not in missing]
+    relative = [_RELATIVE_POSITIONS] * bool(model.relative_position_buckets)
+    return [*(rule for rule in ENCODERS[model.kind] if rule not in missing), *relative]
 
 
 def pretraining_rules(model: Model) -> Sequence[Rule]:

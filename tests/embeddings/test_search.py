@@ -27,7 +27,7 @@ class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
     width, max_length, features, truncated_texts = 26, 9, VectorOptions(normalize=True), 0
-    form, form_name = FORMS["dense"], "dense"
+    form, form_name, settings = FORMS["dense"], "dense", TextVectors()
 
     def __init__(self):
         self.given, self.roles = [], []
@@ -162,7 +162,8 @@ def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
     write(tmp_path, "abc")
     index_of(tmp_path, Letters())
     features = VectorOptions(pooling="cls", normalize=True)
-    for name, value in (("features", features), ("max_length", 7)):
+    layer = TextVectors(dense_width=26)  # after the pooling
+    for name, value in (("features", features), ("max_length", 7), ("settings", layer)):
         otherwise = Letters()
         setattr(otherwise, name, value)
         with pytest.raises(InputError, match=r"made\.json"):

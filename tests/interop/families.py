@@ -1,11 +1,13 @@
 """Small models of other families, their weights drawn by name, and what transformers makes of them.
 
-`python tests/interop/families.py`, in an environment with torch and transformers, writes
-tests/golden/families/ again (made with transformers 5.23.0, torch 2.13.0).
+`python tests/interop/families.py [FAMILY ...]`, in an environment with torch and transformers,
+writes tests/golden/families/ again (made with transformers 5.23.0, electra and mpnet with 5.24.0,
+and torch 2.13.0).
 """
 
 import json
 import pathlib
+import sys
 import zlib
 
 import numpy as np
@@ -53,6 +55,16 @@ FAMILIES = {
         | {"max_position_embeddings": 51, "activation": "gelu"},
         "modernbert",
     ),
+    "electra": (
+        "ElectraForMaskedLM",
+        {**_SIZES, "vocab_size": 530, "embedding_size": 24, "max_position_embeddings": 64},
+        "modernbert",
+    ),
+    "mpnet": (
+        "MPNetForMaskedLM",
+        {**_SIZES, "max_position_embeddings": 66, "pad_token_id": 1},
+        "roberta",
+    ),
     "modernbert": (
         "ModernBertForMaskedLM",
         {**_SIZES, **_MODERN, "vocab_size": 530, "num_hidden_layers": 4}
@@ -73,6 +85,11 @@ SQUARE |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
 ANGLED = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
 ANGLED |= {"cls_token": "<s>", "sep_token": "</s>"}
 NAMED = {"modernbert": SQUARE, "roberta": ANGLED, "xlmr": ANGLED, "gemma": ANGLED}
+
+
+# ELECTRA's other classes, each with a head or none.
+ELECTRA_ENDINGS = ("Model", "ForPreTraining", "ForSequenceClassification", "ForMultipleChoice")
+ELECTRA_ENDINGS += ("ForTokenClassification", "ForQuestionAnswering")
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -96,11 +113,13 @@ def main() -> None:
     import torch
     import transformers
 
-    for family, (cls, fields, vocabulary) in FAMILIES.items():
+    for family in sys.argv[1:] or FAMILIES:
+        cls, fields, vocabulary = FAMILIES[family]
         config = getattr(transformers, cls.replace("ForMaskedLM", "Config"))(**fields)
         model = getattr(transformers, cls)(config).eval()
         state = model.state_dict()
         tied = ("decoder.weight", "lm_head.decoder.bias", "vocab_projector.weight")
+        tied += ("generator_lm_head.weight",)
         tied = tied if config.tie_word_embeddings else ()
         saved = {name: value for name, value in state.items() if not name.endswith(tied)}
         for name in saved:
@@ -121,12 +140,21 @@ def main() -> None:
             output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         folder = GOLDEN / "families"
         folder.mkdir(exist_ok=True)
+        more = {}
+        if family == "mpnet":  # the bucket of each distance, and what longer rows say
+            long_ids, encoder = torch.arange(64)[None] % 500 + 3, model.mpnet.encoder
+            more["buckets"] = encoder.relative_position_bucket(torch.arange(-200, 201)).numpy()
+            with torch.no_grad():
+                more["long"] = model.mpnet(input_ids=long_ids).last_hidden_state.numpy()
+                output_20 = model.mpnet(input_ids=long_ids[:, :20], output_attentions=True)
+            more["attentions"] = torch.cat(output_20.attentions).numpy()
         np.savez_compressed(
             folder / f"{family}.npz",
             ids=ids.numpy().astype(np.uint16),
             mask=mask.numpy().astype(np.uint8),
             hidden=torch.stack(output.hidden_states).numpy(),
             logits=output.logits[:, :3].numpy(),
+            **more,
         )
         listed = {
             name: list(value.shape)
@@ -140,5 +168,18 @@ def main() -> None:
         (folder / f"{family}.json").write_text(json.dumps(written) + "\n")
 
 
+def write_electra_classes() -> None:
+    """Writes names and shapes of the tensors of ELECTRA's classes, without its layers."""
+    import transformers
+
+    config, classes = transformers.ElectraConfig(**FAMILIES["electra"][1]), {}
+    for ending in ELECTRA_ENDINGS:
+        state = getattr(transformers, f"Electra{ending}")(config).state_dict()
+        shapes = {name: list(value.shape) for name, value in state.items()}
+        classes[ending] = {name: shapes[name] for name in shapes if ".layer." not in name}
+    (GOLDEN / "families" / "electra_classes.json").write_text(json.dumps(classes) + "\n")
+
+
 if __name__ == "__main__":
     main()
+    write_electra_classes()

@@ -34,6 +34,7 @@ MODELS = {
         "DistilBert",
         {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "seq_classif_dropout": 0.0},
     ),
+    "mpnet": ("MPNet", {"max_position_embeddings": 66, "pad_token_id": 1}),
     "modern": ("ModernBert", {"layer_types": ["full_attention"]}),
     "modern over means": (
         "ModernBert",

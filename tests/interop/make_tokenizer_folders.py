@@ -1,8 +1,9 @@
 """Writes the ids in tests/golden/tokenizer_folders.json again, as sentence-transformers has them.
 
-Run `python tests/interop/make_tokenizer_folders.py` in an environment with transformers 5.23.0 and
-sentence-transformers 6.2.0. The files of each folder were drawn at random: a tokenizer of some
-family, with settings of all kinds next to it. Weights do not matter, and are not kept.
+Run `python tests/interop/make_tokenizer_folders.py` in an environment with transformers 5.23.0 (for
+MPNet and ELECTRA 5.24.0) and sentence-transformers 6.2.0. The files of each folder were drawn at
+random: a tokenizer of some family, with settings of all kinds next to it. Weights do not matter,
+and are not kept.
 """
 
 import json

@@ -8,13 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from families import FAMILIES, GOLDEN, PAIR, TEXTS, drawn, write_tokenizer
+from families import (
+    ELECTRA_ENDINGS,
+    FAMILIES,
+    GOLDEN,
+    PAIR,
+    TEXTS,
+    drawn,
+    write_tokenizer,
+)
 
 from bert_jax.checkpoints import base
 from bert_jax.interop import huggingface, importing
+from bert_jax.model import encoder as encoder_lib
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import encode
+from bert_jax.model.kinds import attention_probabilities, encode
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import library
@@ -56,11 +65,69 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
     np.testing.assert_allclose(scores[..., :size], golden["logits"][..., :size], atol=1e-5)
 
 
+@pytest.mark.parametrize("imported", ["mpnet"], indirect=True)
+def test_distances_have_the_buckets_of_mpnet_and_bias_long_rows(imported):
+    _, _, golden, loaded = imported
+    names = np.arange(32, dtype=np.float32)[:, None]  # a bias that names its bucket
+    bias = np.asarray(encoder_lib.position_bias(jnp.asarray(names), 201))[0]
+    np.testing.assert_array_equal(np.concatenate([bias[200, :200], bias[0]]), golden["buckets"])
+    model = heads.merge(loaded.model, loaded.params)
+    ids = jnp.arange(64)[None] % 500 + 3
+    hidden = encode(model.encoder, loaded.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
+    np.testing.assert_allclose(hidden, golden["long"], atol=1e-5)
+    short = ids[:, :20]
+    inputs = encode(
+        model.encoder, loaded.model, short, 0 * short, 0 * short + 1, None, Loop(), "all"
+    )
+    found = attention_probabilities(model.encoder, loaded.model, inputs[:-1, 0])
+    np.testing.assert_allclose(found, golden["attentions"], atol=1e-6)
+
+
+def as_bert(name: str) -> str:
+    """Returns the name in BERT of a tensor of ELECTRA."""
+    name = name.replace("electra.", "bert.").replace("generator_lm_head.", "cls.predictions.")
+    return name.replace("generator_predictions.", "cls.predictions.transform.")
+
+
+@pytest.mark.parametrize("ending", ELECTRA_ENDINGS)
+def test_a_head_of_electra_is_kept_if_it_reads_what_ours_reads(ending, tmp_path):
+    """A linear layer on tokens is kept, and named; others are left out, and named."""
+    says = json.loads((GOLDEN / "families" / "electra.json").read_text())
+    heads_ = json.loads((GOLDEN / "families" / "electra_classes.json").read_text())[ending]
+    shapes = {name: shape for name, shape in says["tensors"].items() if "electra." in name}
+    if ending == "Model":
+        shapes = {name.removeprefix("electra."): shape for name, shape in shapes.items()}
+    assert {name for name in shapes if ".layer." not in name} <= heads_.keys()
+    tensors = {name: drawn(name, tuple(shape)) for name, shape in (heads_ | shapes).items()}
+    folder, lines = epath.Path(tmp_path), []
+    write_tokenizer("modernbert", tmp_path)
+    config = says["config"] | {"architectures": [f"Electra{ending}"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    huggingface.write_tensors(folder / "model.safetensors", tensors, "float32")
+    read = huggingface.read_folder(folder, lines.append)
+    kept = {"ForTokenClassification": "classifier", "ForQuestionAnswering": "qa_outputs"}
+    if name := kept.get(ending):
+        np.testing.assert_array_equal(read.head.kernel, tensors[f"{name}.weight"].T)
+    else:
+        assert read.head is None
+    said = " ".join(lines)
+    assert ("is kept" in said) == (ending in kept)
+    assert ("is not imported" in said) == (ending not in kept and ending != "Model")
+    word = next(value for name, value in tensors.items() if "word_embeddings" in name)
+    found = read.params["encoder"]["embeddings"]["word"]["embedding"]
+    np.testing.assert_array_equal(found[: read.model.vocab_size], word[: read.model.vocab_size])
+    config["embedding_size"] = 12
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    broken.fails(f"import {tmp_path} --workdir {tmp_path}/base", "config.json", "embedding_size=12")
+
+
 @pytest.mark.long
 def test_what_is_exported_has_the_same_tensors_bit_for_bit(imported, tmp_path):
-    _, tensors, _, loaded = imported
+    family, tensors, _, loaded = imported
     huggingface.write_folder(loaded, "masked_lm", "float32", epath.Path(tmp_path / "out"))
     written = base.read_tensors(epath.Path(tmp_path / "out" / "model.safetensors"))
+    if family == "electra":  # it leaves as BERT, which has the same encoder
+        tensors = {as_bert(name): value for name, value in tensors.items()}
     assert written.keys() == tensors.keys()
     for name, value in tensors.items():  # rows of padding are left out
         np.testing.assert_array_equal(written[name], value[: len(written[name])], name)

@@ -325,6 +325,19 @@ REFUSED = {
         ["index.json", QUERY, "../model.safetensors"],
     ),
     "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2", "relative"]),
+    "NomicBERT": (config(model_type="nomic_bert"), ["config.json", "nomic_bert", "rotary"]),
+    "MPNet of other buckets": (
+        config(model_type="mpnet", pad_token_id=1, relative_attention_num_buckets=16),
+        ["config.json", "relative_attention_num_buckets=16"],
+    ),
+    "MPNet of another padding": (
+        config(model_type="mpnet", pad_token_id=0, type_vocab_size=0),
+        ["config.json", "pad_token_id=0"],
+    ),
+    "a small ELECTRA": (
+        config(model_type="electra", embedding_size=8),
+        ["config.json", "embedding_size=8"],
+    ),
     "a class with another head": (
         config(architectures=["BertForNextSentencePrediction"]),
         ["BertForNextSentencePrediction"],

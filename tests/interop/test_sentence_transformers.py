@@ -2,17 +2,22 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 
 import broken
 import hf_folder
 import numpy as np
 import pytest
+import sentences
 from etils import epath
 
 import bert_jax
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import TextVectors
+from bert_jax.errors import InputError
 
+# What sentence-transformers makes of the bases of `sentences`, see embeddings/make_sentences.py.
+GOLDEN = pathlib.Path(sentences.__file__).with_name("embeddings")
 WHOLE = ("Transformer", "Pooling", "Normalize")
 CLS = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
 TEXTS = ["w7 w8 w9", "w12 " * 40, "w500 w77"]
@@ -113,7 +118,9 @@ def test_vectors_are_made_as_the_folder_says_unless_a_flag_says_otherwise(tmp_pa
 REFUSED = {
     "max": ({"pooling": {"pooling_mode_max_tokens": True}}, "1_Pooling/config.json"),
     "weighted": ({"pooling": {"pooling_mode": "weightedmean"}}, "weightedmean"),
-    "dense": ({"modules": (*WHOLE[:2], "Dense")}, "Dense"),
+    "layer norm": ({"modules": (*WHOLE[:2], "LayerNorm")}, "LayerNorm"),
+    "two layers": ({"modules": (*WHOLE[:2], "Dense", "Dense")}, "Dense"),
+    "scaled before": ({"modules": (*WHOLE, "Dense")}, "Dense"),
     "no pooling": ({"modules": WHOLE[:1]}, "modules.json"),
     "a prompt": ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "query"),
     "prompts that are left out": (
@@ -143,3 +150,109 @@ def test_vectors_that_would_be_others_are_refused_by_name(name, tmp_path, monkey
     form, word = REFUSED[name]
     folder(**form)
     broken.refuses(broken.Case(name, "import hf --workdir made/base", (word,)))
+
+
+# --- Dense ----------------------------------------------------------------------------------------
+
+DENSE = [case for case in sentences.CASES if case[2]]
+
+
+def export_dense(case, saved_by_the_library=False) -> base_lib.Base:
+    """Writes `base` and its export `out`; with the files that sentence-transformers saves."""
+    base = sentences.base_of(*case)
+    base_lib.write(base, epath.Path("base"))
+    assert broken.call("export --workdir base --as encoder --out out") == (0, "")
+    if saved_by_the_library:
+        saved = json.loads((GOLDEN / "sentences.json").read_text())
+        files = saved[sentences.name_of(*case)]
+        for path, content in files.items():
+            (pathlib.Path("out") / path).write_text(json.dumps(content))
+    return base
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_a_layer_after_the_pooling_is_read_and_comes_back(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = export_dense(case, saved_by_the_library=True)
+    assert broken.call("import out --workdir again") == (0, "")
+    again = base_lib.read(epath.Path("again"))
+    assert again.vectors == base.vectors
+    for name, value in base.params["dense"].items():
+        np.testing.assert_array_equal(again.params["dense"][name], value)
+    expected = np.load(GOLDEN / "sentences.npz")
+    texts = "\n".join(sentences.TEXTS[:3]).encode()
+    broken.said("embed --workdir again --out v.npz --max-length 12", stdin=texts)
+    wanted = expected[f"{sentences.name_of(*case)}_text"][:3]
+    np.testing.assert_allclose(np.load("v.npz")["vectors"], wanted, atol=2e-6)
+    # A named pooling leaves the layer out; other layers of the encoder have none.
+    broken.said("embed --workdir again --out w.npz --pooling cls", stdin=texts)
+    assert np.load("w.npz")["vectors"].shape[1] == base.model.hidden_size
+    broken.fails("embed --workdir again --out x.npz --layers=-2", "--layers", stdin=texts)
+
+
+def change_dense(**fields):
+    path = pathlib.Path("out/2_Dense/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_weights(**tensors):
+    path = epath.Path("out/2_Dense/model.safetensors")
+    names = {name.replace("_", "."): value.astype(np.float32) for name, value in tensors.items()}
+    base_lib.write_tensors(path, base_lib.read_tensors(path) | names, {})
+
+
+def keep_weight_only():
+    path = epath.Path("out/2_Dense/model.safetensors")
+    tensors = base_lib.read_tensors(path)
+    base_lib.write_tensors(path, {"linear.weight": tensors["linear.weight"]}, {})
+
+
+REFUSED_DENSE = {
+    "another activation": (
+        lambda: change_dense(activation_function="torch.nn.modules.activation.ReLU"),
+        "activation_function",
+    ),
+    "a residual": (lambda: change_dense(use_residual=True), "use_residual"),
+    "of tokens": (
+        lambda: change_dense(module_input_name="token_embeddings"),
+        "module_input_name",
+    ),
+    "another width": (lambda: change_weights(linear_weight=np.ones((24, 8))), "linear.weight"),
+    "not finite": (lambda: change_weights(linear_bias=np.full(24, np.nan)), "2_Dense"),
+    "no bias": (keep_weight_only, "linear.bias"),
+    "one more tensor": (lambda: change_weights(residual_weight=np.ones((24, 16))), "2_Dense"),
+    "a pickle": (
+        lambda: pathlib.Path("out/2_Dense/model.safetensors").rename(
+            "out/2_Dense/pytorch_model.bin"
+        ),
+        "2_Dense/pytorch_model.bin",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_DENSE)
+def test_another_layer_is_refused_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export_dense(DENSE[0])
+    breaks, word = REFUSED_DENSE[name]
+    broken.refuses(broken.Case(name, "import out --workdir made/base", (word,), breaks))
+
+
+def test_a_layer_without_a_bias_has_zeros(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = export_dense(DENSE[1])
+    keep_weight_only()
+    change_dense(bias=False)
+    assert broken.call("import out --workdir again") == (0, "")
+    dense = base_lib.read(epath.Path("again")).params["dense"]
+    np.testing.assert_array_equal(dense["kernel"], base.params["dense"]["kernel"])
+    assert not dense["bias"].any()
+
+
+def test_pre_training_would_lose_the_layer_and_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = sentences.base_of(*DENSE[0])
+    base_lib.write(base, epath.Path("base"))
+    experiment = SimpleNamespace(init_from="base", model=base.model)
+    with pytest.raises(InputError, match=r"init_from=base.*Dense"):
+        base_lib.load_initial(experiment)

@@ -16,6 +16,7 @@ import pytest
 from compare import assert_close
 
 from bert_jax import private_apis
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.embeddings import embedding_program
 from bert_jax.model import attention, cudnn_attention, layers
@@ -307,7 +308,7 @@ def test_packed_texts_are_embedded_in_their_slots(on_cuda):
     features = embedding_program.VectorOptions(normalize=True)
     mesh, params = mesh_lib.one_device(), Pretraining(BERT).init_params(jax.random.key(0))
     depth = BERT.num_hidden_layers
-    run = embedding_program.build(BERT, depth, features, (depth,), "dense", mesh)
+    run = embedding_program.build(BERT, depth, features, (depth,), TextVectors(), mesh)
     row, tokens = np.zeros((1, 96), np.int32), np.zeros((1, BATCH, LENGTH), np.int32)
     batch = {"input_ids": row, "positions": row, "slot_indices": row, "row_indices": tokens}
     forward, _ = expected(*WHOLE, "", "PADDING", lengths=True)

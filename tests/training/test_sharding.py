@@ -92,6 +92,14 @@ def test_a_modern_encoder_sharded_equals_replicated(parallelism):
 
 
 @pytest.mark.long
+def test_relative_positions_sharded_equal_replicated():
+    model = dataclasses.replace(samples.MODEL, relative_position_buckets=8)
+    parallelism = Parallelism(state="zero3", tensor=2, remat="dots")
+    alone = samples.run(3, model=model)
+    assert_same_run(samples.run(3, devices=4, model=model, parallelism=parallelism), alone)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lamb", "stable_adamw"])
 def test_norms_of_tensors_are_those_of_whole_ones(name):
     optimizer = dataclasses.replace(samples.OPTIMIZER, name=name)
@@ -203,7 +211,7 @@ def _cuts(parallelism, rules=RULES, model=samples.MODEL, devices=4):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"type_vocab_size": 0},
+        {"type_vocab_size": 0, "relative_position_buckets": 32},
         {"kind": "modern", "global_every": 1, "output_table": "own"},
     ],
 )
