@@ -337,6 +337,7 @@ def test_scores_of_a_range_become_cosines_from_0_to_1():
     [
         ('loss="distil"', "jsonl:train", [], "vectors.teacher"),
         ('loss="distil", teacher="short.npz"', "jsonl:train", [], "short.npz"),
+        ('loss="distil", teacher="nan.npz"', "jsonl:train", [], "nan.npz: row 5 "),
         ('loss="distil", teacher="cut.npz"', "jsonl:train", [], "cut.npz"),
         ('loss="distil", teacher="nowhere.npz"', "jsonl:train", [], "nowhere.npz"),
         ('loss="distil", teacher="wide.npz"', "jsonl:train", [], "vectors.projection"),
@@ -355,6 +356,8 @@ def test_scores_of_a_range_become_cosines_from_0_to_1():
 def test_what_cannot_be_learned_is_named(here, vectors, train, settings, named):
     np.savez("short.npz", vectors=np.ones((3, 16), np.float32))
     np.savez("wide.npz", vectors=np.ones((32, 24), np.float32))
+    unknown = np.where(np.arange(32)[:, None] == 5, np.nan, np.ones((32, 16), np.float32))
+    np.savez("nan.npz", vectors=unknown.astype(np.float32))
     whole = pathlib.Path("wide.npz").read_bytes()
     pathlib.Path("cut.npz").write_bytes(whole[: len(whole) // 2])
     pathlib.Path("blank").write_text(
