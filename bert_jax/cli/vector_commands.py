@@ -369,7 +369,7 @@ def serve(args: argparse.Namespace) -> int:
     from bert_jax.tasks.finetuned_model import TaskModel
 
     try:
-        from bert_jax.serve import endpoints, service
+        from bert_jax.serve import endpoints, service, tei
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
@@ -386,11 +386,13 @@ def serve(args: argparse.Namespace) -> int:
             endpoint = endpoints.PredictEndpoint(task_model)
         else:
             model, embedder = _load_embedder(run, args, args.normalize)
-            if embedder.form_name != "dense":
+            if embedder.form_name == "multi_vector":
                 raise InputError(
-                    f"{args.workdir}: makes {embedder.form_name} vectors, and serve only answers "
-                    "with dense ones; use `bert-jax search`, or choose a --pooling"
+                    f"{args.workdir}: makes multi_vector vectors, and serve only answers with "
+                    "dense or sparse ones; use `bert-jax search`, or choose a --pooling"
                 )
-            endpoint = endpoints.EmbedEndpoint(model.name, embedder)
+            is_sparse = embedder.form_name == "sparse"
+            endpoint_class = tei.SparseEndpoint if is_sparse else endpoints.EmbedEndpoint
+            endpoint = endpoint_class(model.name, embedder)
         service.serve(endpoint, bound_socket, limits, print_now)
     return FINISHED
