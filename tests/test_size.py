@@ -39,23 +39,23 @@ AIMS = {
 ABOVE = {
     ".": 1_156,
     "checkpoints": 1_225,
-    "cli": 2_495,
+    "cli": 2_497,
     "config": 2_801,
     "data": 4_078,
     "distributed": 1_202,
     "embeddings": 2_002,
-    "interop": 3_080,
+    "interop": 3_081,
     "model": 3_532,
     "pretraining": 1_237,
-    "serve": 573,
+    "serve": 766,
     "storage": 2_119,
     "tasks": 5_267,
     "text": 3_265,
     "tools": 9_092,
     "training": 2_407,
-    "benchmarks": 3_327,
+    "benchmarks": 3_454,
     "experiments": 1_841,
-    "tests": 40_373,
+    "tests": 40_712,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
