@@ -203,7 +203,8 @@ class Embedder:
 
     def token_limit(self, role: Role) -> int:
         """Returns the number of tokens to which a text of a role is truncated."""
-        query_length = self._selection.query_length if role == "query" else 0
+        is_resized = self.form_name == "multi_vector" and role == "query"
+        query_length = self._selection.query_length if is_resized else 0
         return min(query_length or self.max_length, self.max_length)
 
     def _select_tokens(self, ids: np.ndarray, role: Role) -> np.ndarray:
@@ -215,6 +216,7 @@ class Embedder:
     def _embed_ids(self, texts: list[np.ndarray], role: Role) -> Iterator[Embedded]:
         """Truncates texts and yields their vectors, at most about `_VECTOR_BYTES` at once."""
         limit, resized = self.max_length, texts
+        token_limit = self.token_limit(role)
         if self.form_name == "multi_vector" and role == "query":
             resized = map(self._selection.resize_query, texts)
         truncated = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1:]) for x in resized]
@@ -234,9 +236,7 @@ class Embedder:
                     "numbers that are not finite; use another checkpoint"
                 )
             self.texts += end - start
-            self.truncated_texts += sum(
-                len(ids) > self.token_limit(role) for ids in texts[start:end]
-            )
+            self.truncated_texts += sum(len(ids) > token_limit for ids in texts[start:end])
             pieces = None
             if self.features.pooling == "tokens":
                 token = self._tokenizer.token
