@@ -49,13 +49,13 @@ ABOVE = {
     "pretraining": 1_237,
     "serve": 766,
     "storage": 2_119,
-    "tasks": 5_267,
+    "tasks": 5_277,
     "text": 3_265,
-    "tools": 9_092,
+    "tools": 9_095,
     "training": 2_407,
     "benchmarks": 3_454,
     "experiments": 1_841,
-    "tests": 40_712,
+    "tests": 40_728,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

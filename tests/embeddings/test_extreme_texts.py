@@ -88,6 +88,7 @@ def test_memory_does_not_grow_with_the_number_of_streamed_texts(form, trained, m
 
 COMMAND = """
 import pathlib, re, sys
+from bert_jax import cli
 code = cli.main(sys.argv[1:])
 status = pathlib.Path("/proc/self/status").read_text()
 print(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])

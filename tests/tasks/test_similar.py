@@ -259,7 +259,12 @@ def test_a_run_and_its_base_are_scored_as_they_are(here):
 @pytest.mark.long
 def test_queries_find_their_texts(here):
     write_task("dimensions=(8, 16)", test="beir:beir:test")
-    tuned.finetune()
+    (printed,) = [x for x in tuned.finetune().splitlines() if x.startswith("finished:")]
+    first, *_ = [x for x in tuned.lines("run/predictions.jsonl") if x["kind"] == "untrained"]
+    name, before = first["guess"]
+    assert name == "before training" and f"; before training: ndcg@10 {before:.4f}" in printed
+    mean = json.loads(broken.said("evaluate --workdir base --task task.py").splitlines()[-1])
+    assert mean["scores"]["small"] == pytest.approx(before, abs=1e-3)
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert {"recall@1", "recall@10", "mrr@10", "ndcg@10"} <= set(lines[0])
     assert lines[0]["score"] == lines[0]["ndcg@10"]
