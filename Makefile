@@ -20,11 +20,14 @@ SITE := .venv-docs
 # What `make bench-torch` compares with, in an environment of its own.
 TORCH := .venv-torch
 
+# What makes ONNX files of exported folders, in an environment of its own.
+ONNX := .venv-onnx
+
 # The compiler that the golden plans are of, in an environment of its own.
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-serve parity plans \
+.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-serve parity parity-onnx plans \
   image-lint clean another-interpreter
 
 all: $(STAMP)
@@ -138,6 +141,10 @@ parity: $(STAMP) $(TORCH)/parity
 	$(BIN)/python -m benchmarks.parity --python $(TORCH)/bin/python
 	$(BIN)/python -m benchmarks.parity_tasks --python $(TORCH)/bin/python
 
+# The same numbers as ONNX files that optimum makes of exported folders, on onnxruntime; a minute.
+parity-onnx: $(STAMP) $(ONNX)/installed
+	PYTHONPATH=.:tests/interop $(BIN)/python -m benchmarks.parity_onnx --python $(ONNX)/bin/python
+
 # What the TPU compiler makes of the pod experiments, against what was reviewed, and of both sizes
 # on every generation of TPU; an hour and more. WORKSPACE.md says how to write the files again.
 plans: $(PLANS)/installed
@@ -149,6 +156,13 @@ $(PLANS)/installed: setup.cfg constraints.txt $(wildcard tests/golden/plans/*.js
 	$(PYTHON) -m venv $(PLANS)
 	$(PLANS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[tpu]' libtpu$(if $(LIBTPU),==$(LIBTPU))
+	@touch $@
+
+$(ONNX)/installed:
+	rm -rf $(ONNX)
+	$(PYTHON) -m venv $(ONNX)
+	$(ONNX)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 optimum-onnx==0.1.0 onnx==1.23.2 onnxruntime==1.32.0
 	@touch $@
 
 $(TORCH)/parity: $(TORCH)/installed
@@ -179,4 +193,4 @@ $(IMAGE)/installed:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH) $(PLANS) $(IMAGE) $(SITE) build *.egg-info
+	rm -rf $(VENV) $(TORCH) $(ONNX) $(PLANS) $(IMAGE) $(SITE) build *.egg-info

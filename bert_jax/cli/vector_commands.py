@@ -18,6 +18,7 @@ from bert_jax.cli.loading import (
 from bert_jax.cli.parsing import Argument, CommandTable, integer, number, reject_flags
 from bert_jax.config import Parallelism, source_of
 from bert_jax.errors import FINISHED, InputError, printable
+from bert_jax.process import logger
 from bert_jax.storage.workdir import Workdir, holds_task
 
 if typing.TYPE_CHECKING:
@@ -173,6 +174,7 @@ def search(args: argparse.Namespace) -> int:
     folder = epath.Path(args.vectors or f"{args.text_file}.vectors")
     model, embedder = _load_embedder(run, args, True)
     index = search_lib.Index(args.text_file, folder, model, embedder, print_now, args.long_texts)
+    truncated_texts = embedder.truncated_texts
 
     def find(queries: Sequence[str]) -> "list[list[SearchHit]]":
         if reranker is None:
@@ -184,12 +186,15 @@ def search(args: argparse.Namespace) -> int:
 
     if args.queries is not None:
         search_lib.answer_file(find, args.queries, epath.Path(args.out))
-        return FINISHED
-    for query in args.query or (line for _, line in read_input_lines()):
-        print(printable(query))
-        for hit in find([query])[0]:
-            preview = printable(hit.text[:_PREVIEW_CHARACTERS])
-            print(f"  {hit.score:.3f}  line {hit.line}: {preview}")
+    else:
+        for query in args.query or (line for _, line in read_input_lines()):
+            print(printable(query))
+            for hit in find([query])[0]:
+                preview = printable(hit.text[:_PREVIEW_CHARACTERS])
+                print(f"  {hit.score:.3f}  line {hit.line}: {preview}")
+    if count := embedder.truncated_texts - truncated_texts:
+        limit = embedder.token_limit("query")
+        logger.warning("truncated to %d tokens: %d of the queries", limit, count)
     return FINISHED
 
 
@@ -366,7 +371,7 @@ def serve(args: argparse.Namespace) -> int:
     from bert_jax.tasks.finetuned_model import TaskModel
 
     try:
-        from bert_jax.serve import endpoints, service
+        from bert_jax.serve import endpoints, service, tei
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
@@ -383,11 +388,13 @@ def serve(args: argparse.Namespace) -> int:
             endpoint = endpoints.PredictEndpoint(task_model)
         else:
             model, embedder = _load_embedder(run, args, args.normalize)
-            if embedder.form_name != "dense":
+            if embedder.form_name == "multi_vector":
                 raise InputError(
-                    f"{args.workdir}: makes {embedder.form_name} vectors, and serve only answers "
-                    "with dense ones; use `bert-jax search`, or choose a --pooling"
+                    f"{args.workdir}: makes multi_vector vectors, and serve only answers with "
+                    "dense or sparse ones; use `bert-jax search`, or choose a --pooling"
                 )
-            endpoint = endpoints.EmbedEndpoint(model.name, embedder)
+            is_sparse = embedder.form_name == "sparse"
+            endpoint_class = tei.SparseEndpoint if is_sparse else endpoints.EmbedEndpoint
+            endpoint = endpoint_class(model.name, embedder)
         service.serve(endpoint, bound_socket, limits, print_now)
     return FINISHED

@@ -199,19 +199,20 @@ class Embedder:
                 self._compute(texts, chosen, offsets, vectors)
 
     def _tokenize(self, lines: Sequence[TextLine], role: Role) -> list[np.ndarray]:
-        """Returns the token ids of texts with [CLS], the role's prefix and [SEP].
-
-        Texts are not truncated, except for queries of a fixed number of tokens.
-        """
+        """Returns the token ids of texts with [CLS], the role's prefix and [SEP], not truncated."""
         tok, prefix = self._tokenizer, self.prefixes[role]
         ids = []
         for location, text in lines:
             with prefix_errors(location):
                 ids.append(np.array([tok.cls_id, *tok.encode(prefix + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
-        if self.form_name == "multi_vector" and role == "query":
-            return list(map(self._selection.resize_query, ids))
         return ids
+
+    def token_limit(self, role: Role) -> int:
+        """Returns the number of tokens to which a text of a role is truncated."""
+        is_resized = self.form_name == "multi_vector" and role == "query"
+        query_length = self._selection.query_length if is_resized else 0
+        return min(query_length or self.max_length, self.max_length)
 
     def _select_tokens(self, ids: np.ndarray, role: Role) -> np.ndarray:
         """Returns the indices of the tokens of a text that have a vector."""
@@ -221,8 +222,11 @@ class Embedder:
 
     def _embed_ids(self, texts: list[np.ndarray], role: Role) -> Iterator[Embedded]:
         """Truncates texts and yields their vectors, at most about `_VECTOR_BYTES` at once."""
-        limit = self.max_length
-        truncated = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1:]) for x in texts]
+        limit, resized = self.max_length, texts
+        token_limit = self.token_limit(role)
+        if self.form_name == "multi_vector" and role == "query":
+            resized = map(self._selection.resize_query, texts)
+        truncated = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1:]) for x in resized]
         vector_counts, chosen = np.ones(len(texts), np.int64), list[np.ndarray]()
         if self.features.pooling == "tokens":
             chosen = [self._select_tokens(ids, role) for ids in truncated]
@@ -239,7 +243,7 @@ class Embedder:
                     "numbers that are not finite; use another checkpoint"
                 )
             self.texts += end - start
-            self.truncated_texts += sum(len(ids) > self.max_length for ids in texts[start:end])
+            self.truncated_texts += sum(len(ids) > token_limit for ids in texts[start:end])
             pieces = None
             if self.features.pooling == "tokens":
                 token = self._tokenizer.token
@@ -331,7 +335,8 @@ def write(
     if warning := embedder.unknown.warning("the text"):
         report(warning)
     if count := embedder.truncated_texts:
-        report(f"truncated to {embedder.max_length} tokens: {count} of {embedder.texts} texts")
+        limit = embedder.token_limit(role)
+        report(f"truncated to {limit} tokens: {count} of {embedder.texts} texts")
 
 
 @contextlib.contextmanager

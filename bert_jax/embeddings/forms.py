@@ -57,7 +57,7 @@ class TokenSelection:
     """The tokens of queries and texts that have a vector in the form `multi_vector`."""
 
     def __init__(self, tokenizer: Tokenizer, settings: "TextVectors"):
-        self._tokenizer, self._query_length = tokenizer, settings.query_length
+        self._tokenizer, self.query_length = tokenizer, settings.query_length
         skipped = set(string.punctuation) if settings.skipped_tokens == "punctuation" else set()
         ids = [i for i in range(tokenizer.size) if skipped and tokenizer.token(i) in skipped]
         self._skipped = np.array(ids, np.int32)
@@ -65,7 +65,7 @@ class TokenSelection:
 
     def resize_query(self, ids: np.ndarray) -> np.ndarray:
         """Truncates a query's ids, [CLS] and [SEP] included, or pads them with [MASK]."""
-        length = self._query_length
+        length = self.query_length
         if not length:
             return ids
         if len(ids) > length:

@@ -14,6 +14,15 @@ import numpy as np
 
 from bert_jax.errors import InputError
 
+
+class NotFiniteError(InputError):
+    """A number that is not finite, in the vector `index`, counted from 0 over all blocks."""
+
+    def __init__(self, index: int):
+        super().__init__(f"vector {index} holds a number that is not finite")
+        self.index = index
+
+
 # Queries in a block: their scores for a block of 65,536 vectors take 64 MiB.
 _BLOCK_QUERIES = 256
 
@@ -45,6 +54,9 @@ def nearest(
     Returns:
       Indices of vectors, int64 [Q, K], and their scores, float32 [Q, K], in descending order.
       Vectors with equal scores keep their order.
+
+    Raises:
+      NotFiniteError: a vector holds a number that is not finite.
     """
     query_count = queries.shape[0]
     indices = [np.empty(0, np.int64)] * query_count
@@ -53,11 +65,9 @@ def nearest(
     for block in blocks:
         for first in range(0, query_count, _BLOCK_QUERIES):
             block_scores = score(queries[first : first + _BLOCK_QUERIES], block)
-            if not np.isfinite(block_scores).all():
-                raise InputError(
-                    "a vector holds a number that is not finite; delete stored vectors, so that "
-                    "they are computed again"
-                )
+            finite = np.isfinite(block_scores).all(axis=0)
+            if not finite.all():
+                raise NotFiniteError(start + int(np.argmin(finite)))
             for query, row in enumerate(block_scores, first):
                 nearest_in_block = largest_indices(row, count)
                 candidates = np.concatenate([scores[query], row[nearest_in_block]])

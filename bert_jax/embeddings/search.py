@@ -30,7 +30,7 @@ from bert_jax.checkpoints.base import Base, flatten
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.embeddings.embed import Embedder
 from bert_jax.embeddings.forms import ragged_indices
-from bert_jax.errors import InputError, pluralize, prefix_errors
+from bert_jax.errors import InputError, pluralize
 from bert_jax.storage.locks import lock
 from bert_jax.storage.workdir import (
     absolute,
@@ -97,10 +97,15 @@ class Index:
         """Returns the `top` nearest texts to each query, best first; equal ones in file order."""
         form = self._embedder.form
         parts = [p.vectors for p in self._embedder.embed(queries, "query")]
-        with prefix_errors(str(self._folder / "vectors")):
+        try:
             neighbours, scores = nearest_lib.nearest(
                 self._blocks(), form.concatenate(parts), top, form.score
             )
+        except nearest_lib.NotFiniteError as error:
+            raise InputError(
+                f"{self._folder / 'vectors'}: row {self._rows[error.index]} holds a number that "
+                "is not finite; delete the folder, so that the vectors are computed again"
+            ) from error
         # Texts are not kept in memory: they are read again, and must be the same.
         numbers = self._numbers[neighbours]
         wanted = set(numbers.flat)

@@ -324,6 +324,7 @@ def _modern_fields(trained: LoadedModel) -> dict[str, Any]:
         "global_rope_theta": cfg.global_rotary_base,
         "local_rope_theta": cfg.local_rotary_base,
         **keys.MODERN_FIXED,
+        "initializer_cutoff_factor": 2.0,  # unused; Text Embeddings Inference requires the key
         "tie_word_embeddings": cfg.output_table == "tied",
         "bos_token_id": tok.cls_id,
         "eos_token_id": tok.sep_id,

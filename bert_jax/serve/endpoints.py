@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
-from bert_jax.embeddings.embed import Embedder
+from bert_jax.embeddings.embed import Embedder, Role
 from bert_jax.errors import InputError, pluralize
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.finetuned_model import TaskModel
@@ -61,7 +61,7 @@ class EmbedEndpoint:
     path = "/v1/embeddings"
 
     def __init__(self, name: str, embedder: Embedder):
-        self.name, self._embedder = name, embedder
+        self.name, self.embedder = name, embedder
         self.description = f"{embedder.width} numbers per vector"
         if prefix := embedder.prefixes["query"]:
             self.description += f'; requests with "role": "query" get the prefix {prefix!r}'
@@ -77,16 +77,25 @@ class EmbedEndpoint:
             role = "document"
         if role not in ("document", "query"):
             raise RequestError(400, "role: must be document or query", "role")
-        size, width = body.get("dimensions"), self._embedder.width
+        size, width = body.get("dimensions"), self.embedder.width
         if size is not None and not (type(size) is int and 1 <= size <= width):
             raise RequestError(400, f"dimensions: vectors have {width} numbers", "dimensions")
-        examples, prefix = _parse_input(body, 1, limits.texts), self._embedder.prefixes[role]
+        return self.text_items(parse_input(body, 1, limits.texts), role)
+
+    def text_items(self, examples: list[list[str]], role: Role) -> list[Item]:
+        """Returns texts with the prefix of a role."""
+        prefix = self.embedder.prefixes[role]
         return [(prefix + text, 1 + len(text) // _ROW_CHARACTERS) for (text,) in examples]
 
-    def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
-        """Returns the vector, float32 [W], and token count of each text, which has its prefix."""
-        parts = list(self._embedder.embed_lines((("input", item) for item in items), "prompted"))
-        vectors = np.concatenate([part.vectors for part in parts])
+    def compute(self, items: list[str]) -> list[tuple[Any, int]]:
+        """Returns the vector and the token count of each text, which has its prefix.
+
+        A dense vector is float32 [W], a sparse one a `csr_array` [1, V].
+        """
+        parts = list(self.embedder.embed_lines((("input", item) for item in items), "prompted"))
+        vectors = self.embedder.form.concatenate([part.vectors for part in parts])
+        if self.embedder.form_name == "sparse":
+            vectors = [vectors[[i]] for i in range(len(items))]
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))
 
@@ -101,13 +110,13 @@ class EmbedEndpoint:
         tokens = sum(length for _, length in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         data = (
-            f'{{"object": "embedding", "index": {i}, "embedding": {_vector_json(vector, form)}}}'
+            f'{{"object": "embedding", "index": {i}, "embedding": {vector_json(vector, form)}}}'
             for i, (vector, _) in enumerate(results)
         )
-        return _list_json({"model": body["model"], "usage": usage}, data)
+        return list_json({"model": body["model"], "usage": usage}, data)
 
     def _rescale(self, vector: np.ndarray) -> np.ndarray:
-        if not self._embedder.features.normalize:
+        if not self.embedder.features.normalize:
             return vector
         return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
 
@@ -119,8 +128,8 @@ class PredictEndpoint:
 
     def __init__(self, model: TaskModel):
         self.name, self._model = model.experiment.name, model
-        self._task = model.experiment.task
-        self._text_count = len(self._task.text_columns)
+        self.task = model.experiment.task
+        self._text_count = len(self.task.text_columns)
         self.description = f"{pluralize(self._text_count, 'text')} per example"
         self.warm()
 
@@ -128,19 +137,19 @@ class PredictEndpoint:
         """Compiles all programs; raises if the model cannot compute."""
         self._model.warm(_BATCH_SIZES)
 
-    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
-        """Returns the examples."""
+    def items(self, body: dict[str, Any], limits: Limits, field: str = "input") -> list[Item]:
+        """Returns the examples of a field."""
         examples = []
-        for number, texts in enumerate(_parse_input(body, self._text_count, limits.texts)):
-            where = f"input[{number}]"
+        for number, texts in enumerate(parse_input(body, self._text_count, limits.texts, field)):
+            where = f"{field}[{number}]"
             try:
-                (example,) = examples_lib.parse_arguments(self._task, texts, number + 1)
+                (example,) = examples_lib.parse_arguments(self.task, texts, number + 1)
             except InputError as error:
-                raise RequestError(400, f"{where}: {error}", "input") from error
+                raise RequestError(400, f"{where}: {error}", field) from error
             rows = self._model.kind.count_rows(example, limits.rows)
             if rows > limits.rows:
                 message = f"{where}: has more than --max-windows {limits.rows} windows; split it"
-                raise RequestError(413, message, "input")
+                raise RequestError(413, message, field)
             examples.append((example, rows + sum(map(len, texts)) // _ROW_CHARACTERS))
         return examples
 
@@ -150,19 +159,24 @@ class PredictEndpoint:
 
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
         """Yields JSON: the answers in the order of the examples."""
-        return _list_json({"model": body["model"]}, map(json.dumps, results))
+        return list_json({"model": body["model"]}, map(json.dumps, results))
 
 
-def _list_json(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
+def list_json(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
     """Yields a list of JSON values in OpenAI's format, in chunks."""
-    separator = json.dumps({"object": "list"} | fields)[:-1] + ', "data": ['
+    return join_json(json.dumps({"object": "list"} | fields)[:-1] + ', "data": [', data, "]}")
+
+
+def join_json(start: str, data: Iterator[str], end: str) -> Iterator[str]:
+    """Yields `start`, JSON values (at least one) with commas between them, and `end`, in chunks."""
+    separator = start
     while chunk := ", ".join(itertools.islice(data, _CHUNK_RESULTS)):
         yield separator + chunk
         separator = ", "
-    yield "]}"
+    yield end
 
 
-def _vector_json(vector: np.ndarray, form: str | None) -> str:
+def vector_json(vector: np.ndarray, form: str | None) -> str:
     """Returns float32 [W] as JSON: its bytes in base64, or numbers with nine digits.
 
     Nine digits restore the same bits, even if parsed as float64 (IEEE 754-2008, section 5.12.2).
@@ -173,19 +187,21 @@ def _vector_json(vector: np.ndarray, form: str | None) -> str:
     return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
 
 
-def _parse_input(body: dict[str, Any], text_count: int, most: int) -> list[list[str]]:
-    """Returns the examples in `input`, which is one example or a list of at most `most` examples.
+def parse_input(
+    body: dict[str, Any], text_count: int, most: int, field: str = "input"
+) -> list[list[str]]:
+    """Returns the examples in a field, which is one example or a list of at most `most` examples.
 
     An example is a list of `text_count` texts, or the text itself if `text_count` is 1.
     """
-    value = body.get("input")
+    value = body.get(field)
     texts = value if text_count > 1 and isinstance(value, list) else [value]
     if texts and all(isinstance(text, str) for text in texts):  # one example
         value = [value]
     if not isinstance(value, list) or not value:
-        raise RequestError(400, "input: must be a text, or a list that is not empty", "input")
+        raise RequestError(400, f"{field}: must be a text, or a list that is not empty", field)
     if len(value) > most:
-        raise RequestError(413, f"input: {len(value)} texts; at most {most} per request", "input")
+        raise RequestError(413, f"{field}: {len(value)} texts; at most {most} per request", field)
     examples: list[Any] = [[item] if text_count == 1 else item for item in value]
     for number, texts in enumerate(examples):
         why = ""
@@ -196,5 +212,5 @@ def _parse_input(body: dict[str, Any], text_count: int, most: int) -> list[list[
         elif replace_surrogates("".join(texts)) != "".join(texts):
             why = "is not text: contains half of a surrogate pair"
         if why:
-            raise RequestError(400, f"input[{number}]: {why}", "input")
+            raise RequestError(400, f"{field}[{number}]: {why}", field)
     return examples

@@ -2,6 +2,7 @@
 
     POST /v1/embeddings   in OpenAI's format, for a run or a base
     POST /predict         for a fine-tuned run
+    POST /embed, /rerank, ...   as Text Embeddings Inference does, see `tei`
     GET  /v1/models       the name of the model
     GET  /health          200; 503 while a batch takes longer than --timeout. The server listens
                           once all programs are compiled.
@@ -37,6 +38,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bert_jax.errors import InputError, message_and_code
+from bert_jax.serve import tei
 from bert_jax.serve.endpoints import EmbedEndpoint, Item, Limits, PredictEndpoint, RequestError
 
 # Maximum rows of all requests in progress, and bytes of their bodies beyond one of --max-bytes.
@@ -54,6 +56,7 @@ class Service:
 
     def __init__(self, endpoint: EmbedEndpoint | PredictEndpoint, limits: Limits):
         self._endpoint, self.limits = endpoint, limits
+        self.formats: dict[str, Any] = {endpoint.path: endpoint} | tei.formats_of(endpoint)
         # For each request, the items that are not yet computed.
         self._pending: collections.deque[collections.deque[_Pending]] = collections.deque()
         # The resources that all requests in progress have reserved, and the maximum amounts.
@@ -72,7 +75,7 @@ class Service:
                 route
                 for slash in ("", "/")
                 for route in (
-                    Route(endpoint.path + slash, self, methods=["POST"]),
+                    *(Route(path + slash, self, methods=["POST"]) for path in self.formats),
                     *(Route(path + slash, answer) for path, answer in routes.items()),
                 )
             ],
@@ -92,7 +95,8 @@ class Service:
         """Answers a request; it is in progress until the client has read all but a few kB."""
         reserved = _Usage()
         try:
-            response = await self._response(Request(scope, receive), reserved)
+            body_format = self.formats[scope["path"].rstrip("/")]
+            response = await self._response(Request(scope, receive), body_format, reserved)
             self.answered[response.status_code] += 1
             await response(scope, receive, send)
         except ClientDisconnect:
@@ -109,20 +113,20 @@ class Service:
         self._reserved[resource] += count
         reserved[resource] += count
 
-    async def _response(self, request: Request, reserved: _Usage) -> Response:
+    async def _response(self, request: Request, body_format: Any, reserved: _Usage) -> Response:
         """Returns the answer to a request, or an error; raises only if the client has left."""
         began, body = time.monotonic(), None
         try:
             self._reserve(reserved, "requests", 1)
             async with asyncio.timeout(self.limits.seconds):
                 body = await self._read_fields(request, reserved)
-                items = await asyncio.to_thread(self._endpoint.items, body, self.limits)
+                items = await asyncio.to_thread(body_format.items, body, self.limits)
                 self._reserve(reserved, "rows", sum(cost for _, cost in items))
                 results = await self._compute_items(request, items)
             seconds = time.monotonic() - began
             self._total_seconds += seconds
             self._bucket_counts[bisect.bisect_left(_BUCKETS, seconds)] += 1
-            answer = self._endpoint.answer(body, results)
+            answer = body_format.answer(body, results)
             return StreamingResponse(answer, media_type="application/json")
         except InputError as error:  # from `compute`: not finite, or out of memory
             problem = RequestError(500, str(error))
@@ -257,7 +261,8 @@ class Service:
         """Answers requests with another path or method, and those that raise an internal error."""
         problem, headers = RequestError(500, f"internal error: {type(error).__name__}"), {}
         if isinstance(error, HTTPException):
-            paths = f"there are POST {self._endpoint.path}, GET /v1/models, /health and /metrics"
+            posted = ", ".join(self.formats)
+            paths = f"there are POST {posted}, GET /v1/models, /health and /metrics"
             problem = RequestError(error.status_code, f"{error.detail}: {paths}")
             headers = error.headers or {}
         self.answered[problem.status] += 1
@@ -354,8 +359,9 @@ def serve(
     bound.listen(_BACKLOG)
     host, port = bound.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    report(f"serve: {url}{endpoint.path}, {endpoint.name}, {endpoint.description}")
     service = Service(endpoint, limits)
+    paths = " and ".join(service.formats)
+    report(f"serve: {url}{paths}, {endpoint.name}, {endpoint.description}")
     server = make_server(service, limits.seconds)
 
     def stop(number: int, frame: Any) -> None:

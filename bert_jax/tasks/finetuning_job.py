@@ -187,6 +187,9 @@ class FinetuningJob(Job):
             lambda line: summary(line) + self._baseline_text,
         )
         evaluators = once("task", 0, lambda: record), scores
+        if self.experiment.task.is_scored_by_retrieval:
+            changes = {"name": "untrained", "evaluate": self._score_untrained}
+            evaluators = evaluators[0], dataclasses.replace(evaluators[0], **changes), scores
         if not self.data.training.examples:  # kinds that train vectors record no mistakes
             return evaluators
         return *evaluators, once("mistakes", self.total_steps, self._mistakes)
@@ -268,6 +271,13 @@ class FinetuningJob(Job):
         line = data.kind.evaluate(outputs, loss, data.eval_rows, data.validation, self._by_source)
         self._newest = outputs, data.kind.with_threshold(line)
         return line
+
+    def _score_untrained(self, params: Any, done: int) -> dict[str, Any]:
+        """Returns the main score before training, a baseline of retrieval."""
+        score = self._evaluate(params, done)["score"]
+        main = self.experiment.task.main_score
+        self._baseline_text += f"; before training: {main} {score:.4f}"
+        return {"guess": ("before training", score)}
 
     def _mistakes(self) -> dict[str, Any]:
         """Returns the mistakes of the evaluation that `scores` has made at this last step."""

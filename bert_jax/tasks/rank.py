@@ -117,8 +117,8 @@ def scores_from_cell(location: str, cell: list[Any], count: int) -> tuple[float,
 class Rank(TaskKind):
     """The kind `rank`: a row for each pair of a query and a text.
 
-    An example has as many rows as the longest list that was read so far; shorter lists are padded
-    with empty texts. Padding is in no loss and in no answer.
+    A labelled example has as many rows as the longest list that was read so far; shorter lists are
+    padded with empty texts. Padding is in no loss and in no answer.
     """
 
     learns, answer_field, output_count = "numbers", "ranking", 1
@@ -154,7 +154,13 @@ class Rank(TaskKind):
         K is the length of the longest list so far, in all calls. `targets` are float32 [rows, K]:
         for each row the scores of all texts of its example, nan for padding. In
         `binary_cross_entropy` grades of BEIR above 1 count as 1.
+
+        Unlabelled examples have a row for each of their texts, since no loss compares them. So a
+        batch of a prediction has few rows, even if a list is long.
         """
+        if examples[0].scores is None:
+            pairs = [Sentence(x.location, x.texts, None) for x in examples]
+            return SentenceKind(self.task, (), self.tokenizer).rows(pairs)
         longest = max(len(example.candidates) for example in examples)
         k = self.rows_per_example = max(self.rows_per_example, longest)
         filled = [
@@ -164,13 +170,12 @@ class Rank(TaskKind):
         # `SentenceKind` pairs the first text of an example with each of the others.
         rows = SentenceKind(self.task, (), self.tokenizer).rows(filled)
         rows.rows_per_example = k
-        if examples[0].scores is not None:
-            targets = np.full((len(examples), k), np.nan, np.float32)
-            for target, example in zip(targets, examples, strict=True):
-                target[: len(example.candidates)] = example.scores
-            if self.task.ranking_loss == "binary_cross_entropy":
-                targets = np.minimum(targets, 1)
-            rows.row_arrays["targets"] = np.repeat(targets, k, axis=0)
+        targets = np.full((len(examples), k), np.nan, np.float32)
+        for target, example in zip(targets, examples, strict=True):
+            target[: len(example.candidates)] = example.scores
+        if self.task.ranking_loss == "binary_cross_entropy":
+            targets = np.minimum(targets, 1)
+        rows.row_arrays["targets"] = np.repeat(targets, k, axis=0)
         return rows
 
     def count_rows(self, example: Candidates, limit: int) -> int:
@@ -183,9 +188,11 @@ class Rank(TaskKind):
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Candidates]
     ) -> Iterator[np.ndarray]:
         """Yields predicted scores of the texts of each example without padding, float32 [texts]."""
-        logits = np.concatenate(outputs).reshape(len(examples), -1)
-        for example, row in zip(examples, logits, strict=True):
-            yield row[: len(example.candidates)]
+        logits, start = np.concatenate(outputs), 0
+        for example in examples:
+            count = len(example.candidates)
+            yield logits[start : start + count]
+            start += max(count, rows.rows_per_example)
 
     def answer_scores(self, scores: np.ndarray) -> np.ndarray:
         """Converts head outputs to the scores in answers, float64."""

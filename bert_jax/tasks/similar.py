@@ -399,4 +399,10 @@ def _teacher_vectors(teacher: str, examples: Sequence[Sentence]) -> np.ndarray:
             f"{len(examples)} training examples; embed their texts again"
         )
     vectors = vectors.astype(np.float32)
+    is_finite = np.isfinite(vectors).all(axis=1)
+    if not is_finite.all():
+        raise InputError(
+            f"vectors.teacher={teacher}: row {np.argmin(is_finite)} of its vectors holds a number "
+            "that is not finite; embed the texts again"
+        )
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

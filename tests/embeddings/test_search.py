@@ -147,15 +147,30 @@ def test_other_forms_find_what_dense_vectors_find(embedder, tmp_path):
 
 
 @pytest.mark.parametrize("embedder", [Letters, SparseLetters, TokenLetters])
-def test_one_text_is_found_and_a_stored_number_that_is_none_is_named(embedder, tmp_path):
+def test_a_file_of_one_text_is_searched(embedder, tmp_path):
     write(tmp_path, "abc")
     index = index_of(tmp_path, embedder())
     assert [[hit.line for hit in hits] for hits in index.nearest(["ab"], 9)] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("embedder", "offset"),
+    [(Letters, 26 * 4), (SparseLetters, 3 * 8 + 4), (TokenLetters, 3 * 26 * 4)],
+)
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_the_row_of_a_stored_number_that_is_not_finite_is_named(
+    embedder, offset, number, tmp_path, monkeypatch
+):
+    """Row 1 is the vector of "adz"; the file has its texts in another order now."""
+    monkeypatch.setattr(embedder.form, "block_texts", 1)
+    write(tmp_path, "abc", "adz")
+    index_of(tmp_path, embedder())
     with (tmp_path / "vectors" / "vectors").open("r+b") as file:
-        file.seek(4 if embedder is SparseLetters else 0)
-        file.write(np.float32(np.nan).tobytes())
-    with pytest.raises(InputError, match=r"vectors/vectors: .*not finite"):
-        index.nearest(["ab"], 9)
+        file.seek(offset)
+        file.write(np.float32(number).tobytes())
+    write(tmp_path, "abc", "xyz", "adz")
+    with pytest.raises(InputError, match=r"vectors/vectors: row 1 .*not finite"):
+        index_of(tmp_path, embedder()).nearest(["ab"], 9)
 
 
 def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):

@@ -22,7 +22,7 @@ def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
     bits = np.concatenate([hard, np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)])
     numbers = bits.view(np.float32)
     numbers = numbers[np.isfinite(numbers)]
-    text = endpoints._vector_json(numbers, "float")
+    text = endpoints.vector_json(numbers, "float")
     for found in (np.array(json.loads(text), np.float32), np.array(text[1:-1].split(","), "f4")):
         np.testing.assert_array_equal(found.view(np.uint32), numbers.view(np.uint32))
 

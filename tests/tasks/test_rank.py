@@ -87,10 +87,22 @@ def test_rows_hold_the_query_with_each_text():
     assert len(long) == 40 and (long == kinds.ids("wb")[0]).sum() == 18
 
 
+def test_unlabelled_lists_have_a_row_for_each_text():
+    """A batch of a prediction is of single rows: a list of any length needs no larger one."""
+    kind = Rank(task(), (), kinds.TOKENIZER)
+    kind.rows([candidates(0, 0, 2)])  # a longer, labelled list
+    lists = [dataclasses.replace(candidates(*[0] * n), scores=None) for n in (1, 200, 2)]
+    rows = kind.rows(lists)
+    assert (len(rows.ids), rows.rows_per_example) == (203, 1)
+    outputs = [np.array([value], np.float32) for value in range(203)]
+    ranked = [[x["index"] for x in y["ranking"]] for y in kind.answers(outputs, rows, lists)]
+    assert ranked == [[0], [*range(199, -1, -1)], [1, 0]]
+
+
 def test_scores_equal_those_of_trec_eval():
     """`make_rank_scores.py` has the rankings; texts that are no candidates count as missed."""
-    kind = Rank(task(score="map"), (), kinds.TOKENIZER)
     for case in json.loads(pathlib.Path(__file__).with_name("rank.json").read_text()):
+        kind = Rank(task(score="map"), (), kinds.TOKENIZER)
         examples, outputs = [], []
         for query in case["queries"]:
             example = candidates(*query["grades"])
@@ -270,6 +282,12 @@ def test_a_search_is_sorted_again_by_a_run(run):
     assert [hit["text"] for hit in found[0]["nearest"]] == [text["text"] for text in first]
     assert len(found[1]["nearest"]) == 2
     broken.said(command.replace("--top 2", "--top 1 --candidates 1"), "wa")
+    pathlib.Path("one").write_text("wa wb\n")
+    for query in ("", "wa " * 500):  # no words, and more tokens than both models read
+        code, printed, errors = broken.asked(command.replace("texts.txt", "one"), query)
+        assert (code, printed.splitlines()[-1].split(": ")[1]) == (0, "wa wb")
+        assert ("truncated to 64 tokens: 1 of the queries" in errors) == bool(query)
+    broken.fails(["predict", "--workdir", "run", "", "wa wb"], "text 1")
     broken.fails("search texts.txt --workdir base --rerank base wa", "--rerank base")
 
 

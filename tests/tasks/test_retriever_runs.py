@@ -159,7 +159,11 @@ def test_a_run_learns_and_its_vectors_are_used(kind, tmp_path, monkeypatch):
         assert stored["pieces"].tolist() == [*tokens, *kept]
     broken.fails("embed texts --workdir run --out q.npz --quantize int8", "--quantize")
     broken.fails("embed texts --workdir run --out q.npz --layers 1", "--layers")
-    broken.fails("serve --workdir run", kind)
+    code, _, errors = broken.asked("search --workdir run texts", "wb " * 500)
+    assert code == 0 and "truncated to 32 tokens: 1 of the queries" in errors
+    broken.fails(["predict", "--workdir", "run", "", "wa wb"], "text 1")
+    if kind == "multi_vector":
+        broken.fails("serve --workdir run", kind)
     broken.said("embed texts --workdir run --out dense.npz --pooling mean --layers 1")
     assert np.load("dense.npz")["vectors"].shape == (2, tuned.MODEL.hidden_size)
 

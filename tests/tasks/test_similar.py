@@ -259,7 +259,12 @@ def test_a_run_and_its_base_are_scored_as_they_are(here):
 @pytest.mark.long
 def test_queries_find_their_texts(here):
     write_task("dimensions=(8, 16)", test="beir:beir:test")
-    tuned.finetune()
+    (printed,) = [x for x in tuned.finetune().splitlines() if x.startswith("finished:")]
+    first, *_ = [x for x in tuned.lines("run/predictions.jsonl") if x["kind"] == "untrained"]
+    name, before = first["guess"]
+    assert name == "before training" and f"; before training: ndcg@10 {before:.4f}" in printed
+    mean = json.loads(broken.said("evaluate --workdir base --task task.py").splitlines()[-1])
+    assert mean["scores"]["small"] == pytest.approx(before, abs=1e-3)
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert {"recall@1", "recall@10", "mrr@10", "ndcg@10"} <= set(lines[0])
     assert lines[0]["score"] == lines[0]["ndcg@10"]
@@ -337,6 +342,7 @@ def test_scores_of_a_range_become_cosines_from_0_to_1():
     [
         ('loss="distil"', "jsonl:train", [], "vectors.teacher"),
         ('loss="distil", teacher="short.npz"', "jsonl:train", [], "short.npz"),
+        ('loss="distil", teacher="nan.npz"', "jsonl:train", [], "nan.npz: row 5 "),
         ('loss="distil", teacher="cut.npz"', "jsonl:train", [], "cut.npz"),
         ('loss="distil", teacher="nowhere.npz"', "jsonl:train", [], "nowhere.npz"),
         ('loss="distil", teacher="wide.npz"', "jsonl:train", [], "vectors.projection"),
@@ -355,6 +361,8 @@ def test_scores_of_a_range_become_cosines_from_0_to_1():
 def test_what_cannot_be_learned_is_named(here, vectors, train, settings, named):
     np.savez("short.npz", vectors=np.ones((3, 16), np.float32))
     np.savez("wide.npz", vectors=np.ones((32, 24), np.float32))
+    unknown = np.where(np.arange(32)[:, None] == 5, np.nan, np.ones((32, 16), np.float32))
+    np.savez("nan.npz", vectors=unknown.astype(np.float32))
     whole = pathlib.Path("wide.npz").read_bytes()
     pathlib.Path("cut.npz").write_bytes(whole[: len(whole) // 2])
     pathlib.Path("blank").write_text(

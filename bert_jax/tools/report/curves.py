@@ -106,10 +106,13 @@ def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> l
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
-    guesses = [record.newest_prediction("task").get("guess") for record in tuned]
-    levels = [(score, "guessing") for _answer, score in filter(None, guesses[:1])]
+    # Retrieval has two baselines: BM25, and the model before training.
+    lines = [run.newest_prediction(kind) for run in tuned[:1] for kind in ("task", "untrained")]
+    guesses = [line["guess"] for line in lines if line.get("guess")]
+    baselines = ("BM25", "before training")
+    levels = [(score, name if name in baselines else "guessing") for name, score in guesses]
     note = run_comparison.explain_scores(records)
-    if levels and not note:
+    if levels and levels[0][1] == "guessing" and not note:
         note = "Dashed: the best score of an answer that ignores the text."
     plots = [
         plot(f"Validation score: {main}", "score", note, kind=Finetuning, levels=levels),
