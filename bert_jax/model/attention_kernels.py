@@ -72,7 +72,7 @@ class Blocks:
     """The blocks of a program: one row, and the heads that fill a register's lanes."""
 
     def __init__(self, kernels: Kernels, size: int, query: jax.Array):
-        self._kernels, self._size, self._shape = kernels, size, query.shape
+        self.kernels, self._size, self._shape = kernels, size, query.shape
         b, self.length, w = query.shape
         self.lanes = max(LANES, size)
         heads, s = self.lanes // size, self.length
@@ -98,7 +98,7 @@ class Blocks:
         """
         b, s, w = self._shape
         work = b * s * (keys or s) * w
-        return call.run(self._kernels, self._grid, 2 * products * work, work // self._size)
+        return call.run(self.kernels, self._grid, 2 * products * work, work // self._size)
 
 
 class Heads:

@@ -46,6 +46,7 @@ class Kernels(NamedTuple):
     # Types of the matrix unit's operands: unchanged, or `float32`, which v2 and v3 require.
     operands: Literal["as_they_come", "float32"] = "as_they_come"
     memory: int = 64 * 2**20  # bytes of a core's VMEM that a kernel may use
+    long_row_memory: int = 64 * 2**20  # the same for the longest rows of `rotary_kernels`
     # How layers that have kernels compute GELU's erf, see `erf_in`.
     erf: Literal["exact", "by_tanh"] = "exact"
 
@@ -59,7 +60,9 @@ BY_DEVICE = {
     hardware.TPUS["v5e"].kind: Kernels(),
     hardware.TPUS["v5p"].kind: Kernels(),
     hardware.TPUS["v6e"].kind: Kernels(),
-    hardware.TPUS["tpu7x"].kind: Kernels(memory=48 * 2**20, erf="by_tanh"),
+    hardware.TPUS["tpu7x"].kind: Kernels(
+        memory=48 * 2**20, long_row_memory=56 * 2**20, erf="by_tanh"
+    ),
 }
 
 

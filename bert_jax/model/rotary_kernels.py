@@ -28,8 +28,12 @@ from bert_jax.model.kernels import LANES, KernelCall, Kernels
 LONGEST = 8_192
 # Maximum number of keys scored at a time, and the keys of a part of a longer row.
 _MAX_KEYS, _PART = 2_048, 1_024
-# Bytes of VMEM that a program needs; v2 to v4 have less.
-_MEMORY = 64 * 2**20
+# Tokens of a long row, whose programs may use `Kernels.long_row_memory`.
+_LONG = 4_096
+# Bytes of VMEM that the programs of other rows need, and those of long ones; v2 to v4 have less.
+# With fewer bytes than the third number, the inputs of a long row have one buffer instead of two:
+# copies of the next row do not overlap with work on this one, and take a hundredth of its time.
+_MEMORY, _LONG_MEMORY, _TWO_BUFFERS = 48 * 2**20, 56 * 2**20, 64 * 2**20
 # Queries of a block in global layers and in local layers.
 _GLOBAL_QUERIES, _LOCAL_QUERIES = 256, 128
 # The first key near a block is at a multiple of this; no type has a larger tile.
@@ -54,7 +58,10 @@ def fits(kernels: Kernels, heads: int, length: int, width: int, half_window: int
     keys = _local_keys(half_window)
     rows = length % _GLOBAL_QUERIES == 0 and keys <= min(length, _MAX_KEYS) and length <= LONGEST
     rows &= length <= _MAX_KEYS or length % _PART == 0
-    return lanes and rows and size % 2 == 0 and kernels.memory >= _MEMORY
+    is_long = length > _LONG
+    memory = kernels.long_row_memory if is_long else kernels.memory
+    has_memory = memory >= (_LONG_MEMORY if is_long else _MEMORY)
+    return lanes and rows and size % 2 == 0 and has_memory
 
 
 def _local_keys(half_window: int) -> int:
@@ -81,8 +88,23 @@ def lay_out_angles(angles: jax.Array, size: int) -> jax.Array:
     return jnp.tile(columns, max(LANES, size) // size)
 
 
+def _blocks(static: RotaryAttentionShape, query: jax.Array) -> Blocks:
+    kernels = static.kernels
+    if query.shape[1] > _LONG:
+        kernels = kernels._replace(memory=kernels.long_row_memory)
+    return Blocks(kernels, static.size, query)
+
+
+def _input_row(blocks: Blocks) -> pl.BlockSpec:
+    """Returns the block of an input, which is a row."""
+    if blocks.length <= _LONG or blocks.kernels.memory >= _TWO_BUFFERS:
+        return blocks.row
+    block = blocks.row
+    return pl.BlockSpec(block.block_shape, block.index_map, pipeline_mode=pl.Buffered(1))
+
+
 def _forward(static: RotaryAttentionShape, *arrays: jax.Array) -> list[jax.Array]:
-    query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
+    query, blocks = arrays[0], _blocks(static, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
     scratch = [blocks.scratch(query.dtype)]
     call = KernelCall(_forward_kernel, "rotary_forward", [], outputs, scratch)
@@ -92,8 +114,9 @@ def _forward(static: RotaryAttentionShape, *arrays: jax.Array) -> list[jax.Array
 def _backward(
     static: RotaryAttentionShape, arrays: tuple[jax.Array, ...], *more: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
-    inputs = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
+    query, blocks = arrays[0], _blocks(static, arrays[0])
+    row = _input_row(blocks)
+    inputs = [*zip((row, blocks.sums, row), more, strict=True)]
     scratch = [blocks.scratch(dtype) for dtype in (query.dtype, jnp.float32, jnp.float32)]
     outputs = [(blocks.row, query)] * 3
     call = KernelCall(_backward_kernel, "rotary_backward", inputs, outputs, scratch)
@@ -116,7 +139,7 @@ def _run(
 
     def run(half_window: int, angles: jax.Array) -> list[jax.Array]:
         # In the order of `_RotaryInputs`.
-        inputs = [*((blocks.row, array) for array in vectors), (angles_block, angles)]
+        inputs = [*((_input_row(blocks), array) for array in vectors), (angles_block, angles)]
         inputs += [*blocks.numbers(numbers, **single_buffer), *call.inputs]
         kernel = functools.partial(call.kernel, static._replace(half_window=half_window))
         name = f"{call.name}_{'window' if half_window else 'rows'}"

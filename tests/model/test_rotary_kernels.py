@@ -153,6 +153,34 @@ def test_what_does_not_tile_runs_no_kernels(length, width, heads, half, memory, 
     assert rotary_kernels.fits(how, heads, length, width, half) is fit
 
 
+def test_tpu7x_runs_kernels_for_all_rows():
+    tpu7x = kernels.BY_DEVICE["TPU7x"]
+    for length in (1_024, 4_096, 8_192):
+        assert rotary_kernels.fits(tpu7x, 12, length, 768, 64)
+    assert not rotary_kernels.fits(tpu7x._replace(long_row_memory=2**20), 12, 8_192, 768, 64)
+
+
+def test_long_rows_with_one_buffer_give_the_same_numbers(monkeypatch):
+    rng = np.random.default_rng(4)
+    inputs = [jnp.asarray(rng.standard_normal((1, LENGTH, WIDTH)), "float32") for _ in range(3)]
+    angles = rotary_cos_sin(CFG, jnp.arange(LENGTH))
+    turns = rotary_kernels.lay_out_angles(angles, WIDTH // HEADS)
+    known = turns, jnp.ones((1, LENGTH), jnp.int32), jnp.asarray(False)
+    monkeypatch.setattr(rotary_kernels, "_LONG", LENGTH - 1)
+
+    def run(how):
+        static = rotary_kernels.RotaryAttentionShape(how, WIDTH // HEADS, "alone", HALF, 2, 4)
+        block = rotary_kernels._input_row(rotary_kernels._blocks(static, inputs[0]))
+        found = jax.grad(lambda *x: rotary_kernels.attention(static, *x, *known).sum(), (0, 1, 2))
+        return block.pipeline_mode, found(*inputs)
+
+    two, expected = run(HOW)
+    one, found = run(HOW._replace(long_row_memory=56 * 2**20))
+    assert two is None and one.buffer_count == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_dropped_probabilities_are_xlas():
     cfg = dataclasses.replace(CFG, attention_probs_dropout_prob=0.1)
     noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
