@@ -45,7 +45,7 @@ ABOVE = {
     "distributed": 1_202,
     "embeddings": 2_013,
     "interop": 3_368,
-    "model": 3_585,
+    "model": 3_611,
     "pretraining": 1_239,
     "serve": 766,
     "storage": 2_127,
@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_409,
     "benchmarks": 3_454,
     "experiments": 1_841,
-    "tests": 41_867,
+    "tests": 41_895,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
