@@ -91,9 +91,9 @@ class SparseVectors(Section, role="identity", label="sparse"):
     document_penalty: Annotated[float, minimum(0)] = 3e-5
     # Share of all steps in which these weights rise from 0, with the square of the steps.
     penalty_warmup: Share = 1 / 3
-    # Share of the training texts in which a token of the vocabulary has a weight above 0 at the
-    # start, the same for all tokens: training begins by shifting the biases of the masked LM head.
-    # 0, or a base of sparse vectors: the biases stay as they are.
+    # At the start, the share of the training texts in whose vectors a token has a weight above 0.
+    # The biases of the masked LM head are shifted so that it is the same for each token of the
+    # vocabulary, unless the vectors of the base are already as sparse. 0: they are not shifted.
     initial_share: Share = 0.02
 
 

@@ -12,7 +12,7 @@ import pytest
 import samples
 from jax.sharding import PartitionSpec
 
-from bert_jax.checkpoints.base import Base, TextVectors
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import (
     Adapt,
     Finetuning,
@@ -200,14 +200,17 @@ def test_training_starts_with_sparse_vectors(shift, base):
     params["masked_lm"]["output_bias"] += shift
     shifted = dataclasses.replace(base, params=params)
     assert np.all((sparse_vectors(shifted, made) > 0) == (shift > 0))
-    settings = SparseVectors(initial_share=0.25)
-    experiment = dataclasses.replace(finetuning("sparse"), sparse=settings)
-    objective = made.make_objective(experiment, shifted)
-    adjusted, _ = made.adjust_base(shifted, objective, rows)
+
+    def adjust(base, share):
+        settings = SparseVectors(initial_share=share)
+        experiment = dataclasses.replace(finetuning("sparse"), sparse=settings)
+        return made.adjust_base(base, made.make_objective(experiment, base), rows)[0]
+
+    adjusted = adjust(shifted, 0.25)
     active = (sparse_vectors(adjusted, made) > 0).sum(axis=0)
     assert active.max() == 4 and (active == 4).mean() > 0.99  # one has two equal logits
-    trained = dataclasses.replace(shifted, vectors=TextVectors(form="sparse"))
-    assert made.adjust_base(trained, objective, rows)[0] is trained
+    assert adjust(adjusted, 0.3) is adjusted  # is sparse
+    assert adjust(shifted, 0.0) is shifted
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -148,13 +148,14 @@ class Sparse(Retriever):
     ) -> tuple[Base, str]:
         """Shifts the output biases so that all tokens are active in equally few training texts.
 
-        Masked LM learns logits up to a constant for each position, so almost all tokens may be
-        active in all texts, and scores then tell nothing. Afterwards each token is active, with a
-        weight above 0, in the share `sparse.initial_share` of a sample.
+        A token is active in a text if its weight is above 0. Masked LM learns logits up to a
+        constant for each position, so almost all tokens may be active in all texts. Then the scores
+        of texts are almost equal. Here each token becomes active in the share
+        `sparse.initial_share` of a sample, unless the vectors are already as sparse.
         """
         objective, rows = cast(SparseObjective, objective), cast(TaskRows, rows)
         share = cast(SparseVectors, objective.settings).initial_share
-        if not share or (base.vectors is not None and base.vectors.form == "sparse"):
+        if not share:
             return base, ""
         sample = _sample_texts(rows)
         mesh = mesh_lib.one_device()  # so that the biases do not depend on the number of devices
@@ -166,6 +167,8 @@ class Sparse(Retriever):
 
         batches = eval_batches(sample, self.tokenizer.pad_id, _CALIBRATION_ROWS)
         logits = np.stack(run_rows(run, batches, sample, mesh))  # [texts, V]
+        if 0 < (logits > 0).mean() <= share:
+            return base, ""
         shifts = np.quantile(logits, 1 - share, axis=0).astype(np.float32)
         bias = np.array(base.params["masked_lm"]["output_bias"])
         bias[: len(shifts)] -= shifts
