@@ -109,7 +109,7 @@ def experiment():
         run=Run(log_every=4, eval_every=8, checkpoint_every=8, eval_batch_size=8),
     )
 """
-# Of 12 tokens, few would be active with the default `initial_share`.
+# Of 14 tokens, few would be active with the default `initial_share`.
 HOW = {
     "sparse": 'SparseVectors(loss="{loss}", initial_share=0.5)',
     "multi_vector": 'MultiVectors(loss="{loss}")',
