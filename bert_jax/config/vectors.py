@@ -91,6 +91,10 @@ class SparseVectors(Section, role="identity", label="sparse"):
     document_penalty: Annotated[float, minimum(0)] = 3e-5
     # Share of all steps in which these weights rise from 0, with the square of the steps.
     penalty_warmup: Share = 1 / 3
+    # At the start, the share of the training texts in whose vectors a token has a weight above 0.
+    # The biases of the masked LM head are shifted so that it is the same for each token of the
+    # vocabulary, unless the vectors of the base are already as sparse. 0: they are not shifted.
+    initial_share: Share = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

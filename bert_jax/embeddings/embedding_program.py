@@ -66,7 +66,8 @@ def build(
         if settings.form == "sparse":
             hidden = packing.unpack(encode(*inputs))  # [N, tokens, W]
             logits = heads.token_logits(module, model, hidden)
-            return similarity.pool_logits(logits, packing.mask)[None, :, : model.vocab_size]
+            vectors = similarity.saturate(similarity.max_logits(logits, packing.mask))
+            return vectors[None, :, : model.vocab_size]
         if settings.form == "multi_vector":
             return similarity.project(encode(*inputs), params["projection"]["kernel"])
         if layers == (depth,):

@@ -176,14 +176,18 @@ def score_distillation(
 # --- sparse vectors, and vectors of tokens --------------------------------------------------------
 
 
-def pool_logits(logits: jax.Array, input_mask: jax.Array) -> jax.Array:
-    """Returns sparse vectors, log(1 + relu(maximum over tokens)) (Formal et al. 2021).
+def max_logits(logits: jax.Array, input_mask: jax.Array) -> jax.Array:
+    """Returns the maximum over the tokens of each text.
 
     Maps the logits of masked LM, float32 [B, S, V], and `input_mask`, int32 [B, S], 0 for padding,
     to float32 [B, V].
     """
-    highest = jnp.where(input_mask[..., None] > 0, logits, 0.0).max(axis=1)
-    return jnp.log1p(jax.nn.relu(highest))
+    return jnp.where(input_mask[..., None] > 0, logits, _EXCLUDED).max(axis=1)
+
+
+def saturate(max_logits: jax.Array) -> jax.Array:
+    """Returns sparse vectors, log(1 + relu(maximum over tokens)) (Formal et al. 2021)."""
+    return jnp.log1p(jax.nn.relu(max_logits))
 
 
 def dot_products(a: jax.Array, b: jax.Array) -> jax.Array:

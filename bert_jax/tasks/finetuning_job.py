@@ -242,8 +242,12 @@ class FinetuningJob(Job):
     def initial_state(self, new_state: step.State) -> tuple[step.State, str]:
         params = dict(new_state["params"])
         if self.experiment.adapt.how == "full":
-            for name, tree in base_params(self._base, self.objective).items():
-                if name not in self._base.fresh:
+            training = self.data.training
+            base, line = training.kind.adjust_base(self._base, self.objective, training.rows)
+            if line:
+                self.report(line)
+            for name, tree in base_params(base, self.objective).items():
+                if name not in base.fresh:
                     params[name] = _overlay(params[name], tree)
         if (head := base_head(self._base, self.experiment, self.labels)) is not None:
             params["head"] = _overlay(params["head"], head)

@@ -125,6 +125,15 @@ class TaskKind:
         """Returns the arguments of `objective_class` that only some kinds have."""
         return {}
 
+    def adjust_base(
+        self, base: Base, objective: TaskObjective, rows: TaskRows | None
+    ) -> tuple[Base, str]:
+        """Returns the base with the weights that training starts from, and a line about changes.
+
+        `rows` are those of the training examples. The line is "" if nothing has changed.
+        """
+        return base, ""
+
     # --- rows and answers -----------------------------------------------------------------------
 
     def encode(self, text: str, location: str) -> list[int]:

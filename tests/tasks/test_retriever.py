@@ -179,6 +179,40 @@ def test_cached_gradients_are_those_of_the_whole_batch(kind, base):
         np.testing.assert_allclose(ours, theirs, atol=2e-6 * max(np.abs(theirs).max(), 1))
 
 
+def sparse_vectors(base, made):
+    """Sparse vectors of the golden file's texts, as `embed` computes them; two are left out."""
+    model = dataclasses.replace(base, vectors=made.vectors)
+    embedder = Embedder(model, VectorOptions(), samples.mesh_of(1, Parallelism()))
+    documents = np.delete(GOLDEN["documents"].reshape(-1), [1, 2])
+    texts = {"query": GOLDEN["queries"], "document": documents}
+    parts = [part for role, some in texts.items() for part in embedder.embed(map(str, some), role)]
+    return np.concatenate([part.vectors.toarray() for part in parts])
+
+
+@pytest.mark.parametrize("shift", [-20, 20])
+def test_training_starts_with_sparse_vectors(shift, base):
+    """Each token is active in 4 of 14 texts, in none or in all before; padding is no text."""
+    made, lists = examples("sparse", base)
+    lists[0] = dataclasses.replace(lists[0], candidates=lists[0].candidates[:1], scores=(1.0,))
+    rows = made.rows(lists)
+    made.rows_per_example = rows.rows_per_example
+    params = jax.tree.map(np.copy, base.params)
+    params["masked_lm"]["output_bias"] += shift
+    shifted = dataclasses.replace(base, params=params)
+    assert np.all((sparse_vectors(shifted, made) > 0) == (shift > 0))
+
+    def adjust(base, share):
+        settings = SparseVectors(initial_share=share)
+        experiment = dataclasses.replace(finetuning("sparse"), sparse=settings)
+        return made.adjust_base(base, made.make_objective(experiment, base), rows)[0]
+
+    adjusted = adjust(shifted, 0.25)
+    active = (sparse_vectors(adjusted, made) > 0).sum(axis=0)
+    assert active.max() == 4 and (active == 4).mean() > 0.99  # one has two equal logits
+    assert adjust(adjusted, 0.3) is adjusted  # is sparse
+    assert adjust(shifted, 0.0) is shifted
+
+
 @pytest.mark.parametrize("kind", NAMES)
 def test_scores_equal_those_of_sentence_transformers(kind, base):
     """As `embed` and `search` compute them."""

@@ -103,13 +103,17 @@ def experiment():
         task=Task(kind="{kind}", train=("jsonl:train",), validation=("jsonl:train",),
                   text_column="query", second_column="docs", label_column="labels",
                   max_sequence_length=32, query_prefix="wa "),
-        {kind}={how}(loss="{loss}"),
+        {kind}={how},
         epochs=6, batch_size=4,
         optimizer=Optimizer(name="adamw", peak_learning_rate=2e-2, warmup_steps=0),
         run=Run(log_every=4, eval_every=8, checkpoint_every=8, eval_batch_size=8),
     )
 """
-HOW = {"sparse": "SparseVectors", "multi_vector": "MultiVectors"}
+# Of 14 tokens, few would be active with the default `initial_share`.
+HOW = {
+    "sparse": 'SparseVectors(loss="{loss}", initial_share=0.5)',
+    "multi_vector": 'MultiVectors(loss="{loss}")',
+}
 
 
 def write_files(kind, loss="contrastive"):
@@ -121,7 +125,7 @@ def write_files(kind, loss="contrastive"):
         texts = [f"{own[i % 4]} {own[i // 2 % 4]} ?", f"{other[i % 4]} {other[i // 3 % 4]}"]
         lines.append(json.dumps({"query": own[i // 4], "docs": texts, "labels": [1.0, 0.0]}))
     pathlib.Path("train").write_text("\n".join(lines) + "\n")
-    pathlib.Path("task.py").write_text(TASK.format(kind=kind, how=HOW[kind], loss=loss))
+    pathlib.Path("task.py").write_text(TASK.format(kind=kind, how=HOW[kind].format(loss=loss)))
 
 
 @pytest.mark.long
@@ -177,3 +181,16 @@ def test_one_text_cannot_be_compared_with_others(kind, tmp_path, monkeypatch):
     with pathlib.Path("train").open("a") as file:
         file.write(json.dumps(line) + "\n")
     broken.fails(tuned.FINETUNE, "train:17: ")
+
+
+@pytest.mark.long
+def test_a_stopped_run_of_sparse_vectors_ends_at_the_same_bits(tmp_path, monkeypatch):
+    """It keeps the biases that it started with."""
+    monkeypatch.chdir(tmp_path)
+    write_files("sparse")
+    assert "sparse: " in tuned.finetune()
+    whole = pathlib.Path("run").rename("whole")
+    with tuned.signal_before(3):
+        assert broken.call(tuned.FINETUNE)[0] == 75
+    assert "sparse: " not in tuned.finetune()
+    assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()

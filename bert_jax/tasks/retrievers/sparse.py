@@ -18,20 +18,24 @@ from flax import nnx
 from scipy.sparse import csr_array
 
 from bert_jax.checkpoints.base import Base
-from bert_jax.config import Finetuning, Model, SparseVectors
+from bert_jax.config import Finetuning, Model, Parallelism, SparseVectors
 from bert_jax.embeddings.forms import FORMS
 from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, params_of
 from bert_jax.model.kinds import encoder_functions
+from bert_jax.tasks.adaptation import base_params, run_rows
 from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
+from bert_jax.tasks.rows import INPUT_NAMES, TaskBatches, TaskRows, eval_batches
 from bert_jax.tasks.rows import Batch as HostBatch
-from bert_jax.tasks.rows import TaskBatches, TaskRows
 from bert_jax.tasks.similar import encode_texts
-from bert_jax.tasks.task_objective import Batch, Tree
+from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
+from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import sharding
+
+# Number of training texts that determine the initial biases, and of texts in a batch of them.
+_CALIBRATION_TEXTS, _CALIBRATION_ROWS = 512, 16
 
 
 class EncoderWithMaskedLM(nnx.Module):
@@ -61,10 +65,16 @@ class SparseObjective(RetrieverObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the vector of each row, float32 [B, V], at least 0."""
+        return similarity.saturate(self.max_logits(params, fixed, batch, noise, loop))
+
+    def max_logits(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns for each row the maximum logit of each token, float32 [B, V]."""
         model = fill_params(params, EncoderWithMaskedLM, self.model)
         hidden, mask = encode_texts(model.encoder, self.model, batch, noise, loop)
         logits = heads.token_logits(model, self.model, hidden)
-        return similarity.pool_logits(logits, mask)[:, : self.model.vocab_size]  # no padding
+        return similarity.max_logits(logits, mask)[:, : self.model.vocab_size]  # no padding
 
     def compress_output(self, values: np.ndarray) -> csr_array:
         return csr_array(values[None])
@@ -132,3 +142,51 @@ class Sparse(Retriever):
                 "sparse needs it; import weights with this head"
             )
         return super().objective_fields(experiment, base)
+
+    def adjust_base(
+        self, base: Base, objective: TaskObjective, rows: TaskRows | None
+    ) -> tuple[Base, str]:
+        """Shifts the output biases so that all tokens are active in equally few training texts.
+
+        A token is active in a text if its weight is above 0. Masked LM learns logits up to a
+        constant for each position, so almost all tokens may be active in all texts. Then the scores
+        of texts are almost equal. Here each token becomes active in the share
+        `sparse.initial_share` of a sample, unless the vectors are already as sparse.
+        """
+        objective, rows = cast(SparseObjective, objective), cast(TaskRows, rows)
+        share = cast(SparseVectors, objective.settings).initial_share
+        if not share:
+            return base, ""
+        sample = _sample_texts(rows)
+        mesh = mesh_lib.one_device()  # so that the biases do not depend on the number of devices
+        compute = step.make_rows_step(objective, objective.max_logits, Parallelism(), mesh)
+        params = feed.put(base_params(base, objective), mesh_lib.replicated(mesh))
+
+        def run(batch: Any) -> jax.Array:
+            return compute(params, None, {name: batch[name] for name in INPUT_NAMES})
+
+        batches = eval_batches(sample, self.tokenizer.pad_id, _CALIBRATION_ROWS)
+        logits = np.stack(run_rows(run, batches, sample, mesh))  # [texts, V]
+        if 0 < (logits > 0).mean() <= share:
+            return base, ""
+        shifts = np.quantile(logits, 1 - share, axis=0).astype(np.float32)
+        bias = np.array(base.params["masked_lm"]["output_bias"])
+        bias[: len(shifts)] -= shifts
+        before, after = ((x > 0).sum(axis=1).mean() for x in (logits, logits - shifts))
+        masked_lm = base.params["masked_lm"] | {"output_bias": bias}
+        return dataclasses.replace(base, params=base.params | {"masked_lm": masked_lm}), (
+            f"sparse: output biases shifted so that each token is active in {share:.1%} of "
+            f"{len(logits):,} texts; on average {after:,.0f} tokens of a text are active, before "
+            f"{before:,.0f} of {len(shifts):,}"
+        )
+
+
+def _sample_texts(rows: TaskRows) -> TaskRows:
+    """Returns the rows of about `_CALIBRATION_TEXTS` texts, of examples in equal distances."""
+    per_example = rows.rows_per_example
+    examples = len(rows.ids) // per_example
+    count = min(max(_CALIBRATION_TEXTS // per_example, 1), examples)
+    selected = np.arange(count) * examples // count
+    indices = (selected[:, None] * per_example + np.arange(per_example)).reshape(-1)
+    is_text = rows.row_arrays["keys"][indices] > 0
+    return TaskRows([rows.ids[i] for i in indices[is_text]], rows.limit)
