@@ -27,7 +27,7 @@ ONNX := .venv-onnx
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-serve parity parity-onnx plans \
+.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-retrievers bench-serve parity parity-onnx plans \
   image-lint clean another-interpreter
 
 all: $(STAMP)
@@ -131,6 +131,10 @@ bench-torch: $(STAMP) $(TORCH)/installed
 # Sentences a second of `embed` against transformers, and how far their vectors are apart.
 bench-embed: $(STAMP) $(TORCH)/embed
 	$(BIN)/python -m benchmarks.embed --python $(TORCH)/bin/python
+
+# CPU time of training sparse vectors, vectors of tokens and rerankers from runs/tiny.
+bench-retrievers: $(STAMP) $(TORCH)/parity
+	$(BIN)/python -m benchmarks.retrievers --python $(TORCH)/bin/python
 
 # Requests a second and latencies of `serve` against `embed` in bulk; three minutes.
 bench-serve: $(STAMP)

@@ -146,6 +146,57 @@ class Embed:
             self._vectors[batch] = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
 
 
+class Train:
+    """For `retrievers`: a model of sentence-transformers, its loss and the texts of each step."""
+
+    def build(
+        self, kind: str, folder: str, triples: list, batch: int, max_length: int
+    ) -> dict[str, str]:
+        """Makes the model from the folder of a masked LM; returns versions."""
+        from sentence_transformers import CrossEncoder, MultiVectorEncoder, SparseEncoder
+        from sentence_transformers.base.modules import Transformer
+        from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+        from sentence_transformers.multi_vector_encoder import losses as multi
+        from sentence_transformers.sparse_encoder import losses as sparse
+        from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+        self._kind, starts = kind, range(0, len(triples), batch)
+        self._steps = [list(zip(*triples[i : i + batch], strict=True)) for i in starts]
+        self._labels = torch.tensor([1.0] * batch + [0.0] * batch)
+        if kind == "rank":
+            self._model = CrossEncoder(folder, num_labels=1)
+            self._loss = BinaryCrossEntropyLoss(self._model)
+        elif kind == "sparse":
+            modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")]
+            self._model = SparseEncoder(modules=modules)
+            ranking = sparse.SparseMultipleNegativesRankingLoss(self._model)
+            self._loss = sparse.SpladeLoss(self._model, ranking, 3e-5, 5e-5)
+        else:  # with a fresh projection to 128 numbers
+            self._model = MultiVectorEncoder(folder)
+            self._loss = multi.MultiVectorMultipleNegativesRankingLoss(self._model)
+        self._model.max_seq_length = max_length
+        self._model.train()
+        self._optimizer = adamw(self._model, 0.01, lr=1e-5, eps=1e-6, fused=True)
+        return measure.versions("torch", "transformers", "sentence-transformers")
+
+    def take(self) -> float:
+        """CPU seconds of all steps, with tokenization."""
+        return measure.clocked(lambda: [self._step(*map(list, x)) for x in self._steps])[0]
+
+    def _step(self, queries: list[str], texts: list[str], negatives: list[str]) -> None:
+        if self._kind == "rank":
+            loss = self._loss([queries + queries, texts + negatives], self._labels)
+        else:
+            roles = [("query", queries), ("document", texts)]
+            features = [self._model.preprocess(x, task=role) | {"task": role} for role, x in roles]
+            loss = self._loss(features, torch.zeros(0))
+        loss = sum(loss.values()) if isinstance(loss, dict) else loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
 class Tuned:
     """For `finetune_parity`: transformers' Trainer with an exported model and batches of ours."""
 
@@ -238,4 +289,4 @@ def batches(folder: pathlib.Path, what: str):
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    measure.answer({"step": Step, "embed": Embed, "tuned": Tuned}[sys.argv[1]]())
+    measure.answer({"step": Step, "embed": Embed, "train": Train, "tuned": Tuned}[sys.argv[1]]())

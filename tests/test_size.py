@@ -53,7 +53,7 @@ ABOVE = {
     "text": 3_268,
     "tools": 9_206,
     "training": 2_409,
-    "benchmarks": 3_454,
+    "benchmarks": 3_624,
     "experiments": 1_841,
     "tests": 41_946,
 }
