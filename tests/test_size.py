@@ -44,7 +44,7 @@ ABOVE = {
     "data": 4_078,
     "distributed": 1_202,
     "embeddings": 2_014,
-    "interop": 3_368,
+    "interop": 3_366,
     "model": 3_615,
     "pretraining": 1_239,
     "serve": 766,

@@ -74,15 +74,15 @@ BERT = [
 ]
 ROBERTA = [
     *(rule for rule in BERT if rule.key not in ("type_vocab_size", "is_decoder")),
-    KeyRule("max_position_embeddings", "max_position_embeddings", None, 512),  # overrides
+    KeyRule("max_position_embeddings", "max_position_embeddings", None, 512),  # replaces BERT's
     KeyRule("type_vocab_size", "type_vocab_size", [1], 1),
     KeyRule("is_decoder", allowed=[False]),
 ]
 ELECTRA = [
     *(rule for rule in BERT if rule.key not in ("hidden_act", "is_decoder")),
-    KeyRule("hidden_act", "hidden_act", {"gelu": "gelu"}, "gelu"),  # always that of masked LM
+    KeyRule("hidden_act", "hidden_act", {"gelu": "gelu"}, "gelu"),  # its masked LM head has gelu
     KeyRule("is_decoder", allowed=[False]),
-    # Defaults of transformers' class, those of small models.
+    # Defaults of transformers' class, which are electra-small's.
     KeyRule("hidden_size", "hidden_size", None, 256),
     KeyRule("num_attention_heads", "num_attention_heads", None, 4),
     KeyRule("intermediate_size", "intermediate_size", None, 1_024),
@@ -104,8 +104,8 @@ MPNET = [
     ),
     KeyRule("pad_token_id", allowed=[1]),  # transformers computes with no other id
 ]
-# Parameters of each kind of rotary scaling, which transformers 5 has for each type of layer.
-SCALINGS = {"default": (), "linear": ("factor",), "yarn": ("positions", "factor")}
+# Parameters of each kind of rotary scaling; since transformers 5, each type of layer has its own.
+SCALING_PARAMETERS = {"default": (), "linear": ("factor",), "yarn": ("positions", "factor")}
 SCALING = [
     KeyRule("factor", "factor", float),
     KeyRule("original_max_position_embeddings", "positions"),
@@ -135,7 +135,7 @@ MODERN = [
 def convert(path: epath.Path, table: list[KeyRule], hf_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of Model for keys of config.json; an InputError names the key."""
     converted = {}
-    for key, name, allowed, default in table:
+    for key, field, allowed, default in table:
         value = default if hf_config.get(key) is None else hf_config[key]
         if value is None:
             continue
@@ -143,6 +143,6 @@ def convert(path: epath.Path, table: list[KeyRule], hf_config: dict[str, Any]) -
             raise InputError(f"{path}: {key}={value!r}: not a number")
         if isinstance(allowed, dict | list):
             require(path, key, value, allowed)
-        if name:
-            converted[name] = allowed[value] if isinstance(allowed, dict) else value
+        if field:
+            converted[field] = allowed[value] if isinstance(allowed, dict) else value
     return converted

@@ -22,7 +22,7 @@ from bert_jax.pretraining.loaded_model import LoadedModel
 _OUTPUTS = {"choice": 1, "span": 2}
 # Model types with RoBERTa's architecture, and the prefixes of their classes.
 _ROBERTAS = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
-# local_attention - local_window: transformers' decoder counts the token itself in both halves.
+# local_attention - local_window: in transformers' decoder, both halves include the token itself.
 _DECODER_WINDOW_EXTRA = 2
 _DECODER = "modernbert-decoder"  # ModernBERT with a causal mask
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -62,6 +62,7 @@ def naming_of(path: epath.Path, model: Model) -> Naming:
     """Returns the names of the tensors of a folder with a config.json."""
     is_electra = read_object(path)["model_type"] == _ELECTRA
     naming = HUGGING_FACE[_ELECTRA if is_electra else family(model)]
+    # An output table of its own is no copy of the word embeddings.
     return naming if model.output_table == "tied" else dataclasses.replace(naming, tied={})
 
 
@@ -73,9 +74,9 @@ def match_class(path: epath.Path, classes: Iterable[str]) -> str | None:
 def head_of(
     path: epath.Path, architecture: str, tensors: Mapping[str, np.ndarray], width: int
 ) -> Head | None:
-    """Returns the head of a class with a task's head; None if the kind of task is not supported.
+    """Returns the task's head of a folder; None if the kind of task is not supported.
 
-    The architecture is one of `names.HEADS`; tensors are float32, by canonical names.
+    `architecture` is one of `names.HEADS`; `tensors` are float32, by canonical names.
     """
     hf_config, name = read_object(path), HEADS[architecture][1]
     weight, bias = (tensors.get(f"{name}.{part}", np.empty(0)) for part in ("weight", "bias"))
@@ -90,7 +91,7 @@ def head_of(
     is_unsupported, settings = False, ()
     if kinds == ("choice",) and len(id2label) > 1:
         settings = (f"task.choice_columns={','.join(f'ending{i}' for i in range(len(id2label)))}",)
-    if "regress" in kinds:
+    if "regress" in kinds:  # a class for sequence classification serves four kinds
         activation = read_activation(path.parent, hf_config)
         if len(bias) > 1:
             kinds = ("pair", "classify") if activation else ("classify", "pair")
@@ -214,11 +215,10 @@ def _read_rotary(path: epath.Path, hf_config: dict[str, Any], max_positions: Any
             path, [keys.KeyRule("rope_theta", f"{name}_rotary_base", float)], rope
         )
         kind = rope.get("rope_type", rope.get("type", "default"))
-        require(path, "rope_type", kind, keys.SCALINGS)
+        require(path, "rope_type", kind, keys.SCALING_PARAMETERS)
         scaling = {"positions": max_positions} | keys.convert(path, keys.SCALING, rope)
-        numbers = [
-            str(scaling.get(parameter)).removesuffix(".0") for parameter in keys.SCALINGS[kind]
-        ]
+        names = keys.SCALING_PARAMETERS[kind]
+        numbers = [str(scaling.get(parameter)).removesuffix(".0") for parameter in names]
         values[f"{name}_rotary_scaling"] = ":".join([kind, *numbers]) if numbers else ""
     return values
 
@@ -267,7 +267,7 @@ def _roberta_fields(trained: LoadedModel) -> dict[str, Any]:
     return {
         **_bert_fields(trained),
         "model_type": "roberta",
-        # transformers has the first position in the row after the id of the padding token.
+        # transformers' table also has a row for each id up to that of the padding token.
         "max_position_embeddings": cfg.max_position_embeddings + tok.pad_id + 1,
         "bos_token_id": tok.cls_id,
         "eos_token_id": tok.sep_id,
@@ -337,7 +337,7 @@ def _rope_fields(base: float, scaling: str) -> dict[str, Any]:
     """Returns the rope_parameters of one type of layer, the inverse of `_read_rotary`."""
     kind, *numbers = (scaling or "default").split(":")
     rope = {"rope_type": kind, "rope_theta": base}
-    for name, number in zip(keys.SCALINGS[kind], numbers, strict=True):
+    for name, number in zip(keys.SCALING_PARAMETERS[kind], numbers, strict=True):
         key = "original_max_position_embeddings" if name == "positions" else name
         rope[key] = int(number) if name == "positions" else float(number)
     return rope

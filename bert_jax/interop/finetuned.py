@@ -17,7 +17,7 @@ from bert_jax.config import Adapt
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
-from bert_jax.interop.sentence_transformers import ACTIVATIONS
+from bert_jax.interop.sentence_transformers import RANKING_ACTIVATIONS
 from bert_jax.interop.vocabularies import write_json
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
@@ -122,7 +122,7 @@ def _write_model(
         task.kind, model.labels, task.label_column, adapt.head_dropout_prob
     )
     if task.kind == "rank":
-        fields["sentence_transformers"] = {"activation_fn": ACTIVATIONS[task.ranking_loss]}
+        fields["sentence_transformers"] = {"activation_fn": RANKING_ACTIVATIONS[task.ranking_loss]}
     if model.pooling == "mean":
         fields["classifier_pooling"] = "mean"
     if names.family(model.model) == "distilbert":

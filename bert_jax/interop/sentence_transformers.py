@@ -19,21 +19,19 @@ from bert_jax.interop.vocabularies import read_object, require, write_json
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text.tokenizer import Tokenizer
 
-# Names of modules, in this order, and their folders.
+# Supported sequences of modules, by class, and of their folders.
 _MODULES = re.compile("Transformer Pooling( Dense)?( Normalize)?")
 _PATHS = re.compile(r" 1_Pooling( 2_Dense\w*)?( \d_Normalize)?")
 # Classes of torch for the activation of Dense.
-_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
-    "torch.nn.modules.activation.Tanh": "tanh",
-    "torch.nn.modules.linear.Identity": "identity",
-}
+_TANH, _IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
+_DENSE_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {_TANH: "tanh", _IDENTITY: "identity"}
 # Keys of Dense that would make it another layer, and their only supported values.
 _DENSE_FIXED = {
     "use_residual": False,
     "module_input_name": "sentence_embedding",
     "module_output_name": "sentence_embedding",
 }
-# Keys of a Pooling before version 6, each with a truth value.
+# Keys of a Pooling before version 6, each with a boolean.
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -43,10 +41,10 @@ _MODES = {
 _MODE_ALIASES = {"lasttoken": "last"}
 # Names of prompts by role, the usual name first.
 _PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage", "corpus")}
-# What a CrossEncoder applies to one output, by `task.ranking_loss`; and the loss that an imported
-# head gets for it.
-SIGMOID, _IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
-ACTIVATIONS = {"binary_cross_entropy": SIGMOID, "mse": _IDENTITY, "list_net": _IDENTITY}
+# The activation of a CrossEncoder with one output, by the `task.ranking_loss` that trained it; and
+# the `task.ranking_loss` of an imported head, by its activation.
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+RANKING_ACTIVATIONS = {"binary_cross_entropy": SIGMOID, "mse": _IDENTITY, "list_net": _IDENTITY}
 RANKING_LOSSES = {SIGMOID: "binary_cross_entropy", _IDENTITY: "mse"}
 _CROSS_ENCODER = "CrossEncoder"
 _SETTINGS = "config_sentence_transformers.json"
@@ -56,7 +54,7 @@ _REMEDY = "its vectors cannot be imported; delete modules.json to import only th
 def read(
     folder: epath.Path, model: Model, tokenizer: Tokenizer, settings: Settings
 ) -> tuple[TextVectors | None, dict[str, Any]]:
-    """Reads how vectors of texts are computed, and the parts of weights that this needs.
+    """Reads how vectors of texts are computed, and the weights of the module Dense, if any.
 
     The first result is None if the folder has no such settings.
     """
@@ -115,8 +113,8 @@ def _read_dense(
     fields = read_object(path)
     for key, value in _DENSE_FIXED.items():
         require(path, key, fields.get(key) or value, [value])
-    activation = fields.get("activation_function", "torch.nn.modules.activation.Tanh")
-    require(path, "activation_function", activation, _ACTIVATIONS)
+    activation = fields.get("activation_function", _TANH)
+    require(path, "activation_function", activation, _DENSE_ACTIVATIONS)
     file = weights.find_file(folder)
     tensors = base_lib.read_tensors(file)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
@@ -130,7 +128,7 @@ def _read_dense(
     bias = tensors.get("linear.bias", zeros)
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
         raise InputError(f"{file}: has values that are not finite; use another checkpoint")
-    return {"kernel": weight.T, "bias": bias}, _ACTIVATIONS[activation]
+    return {"kernel": weight.T, "bias": bias}, _DENSE_ACTIVATIONS[activation]
 
 
 def read_activation(folder: epath.Path, hf_config: dict[str, Any]) -> str | None:
@@ -166,7 +164,7 @@ def _read_optional(path: epath.Path) -> dict[str, Any]:
 def write(trained: LoadedModel, folder: epath.Path) -> None:
     """Writes the settings of vectors next to an encoder, for sentence-transformers.
 
-    Dense vectors need its version 2 or later, sparse vectors 5, and vectors of tokens 6.
+    Dense vectors need sentence-transformers 2 or later, sparse vectors 5, vectors of tokens 6.
     """
     vectors, model = trained.vectors or TextVectors(), trained.model
     if vectors.form != "dense":
@@ -202,7 +200,7 @@ def write(trained: LoadedModel, folder: epath.Path) -> None:
 def _write_dense(
     dense: dict[str, Any], activation: Literal["identity", "tanh"], folder: epath.Path
 ) -> None:
-    (name,) = (name for name in _ACTIVATIONS if _ACTIVATIONS[name] == activation)
+    (name,) = (name for name, other in _DENSE_ACTIVATIONS.items() if other == activation)
     weight, bias = np.asarray(dense["kernel"]).T, np.asarray(dense["bias"])
     fields = {"in_features": weight.shape[1], "out_features": len(bias), "bias": True}
     write_json(folder / "config.json", fields | {"activation_function": name})
@@ -215,7 +213,7 @@ def _prompts(vectors: TextVectors) -> dict[str, str]:
 
 
 def _write_retriever(trained: LoadedModel, vectors: TextVectors, folder: epath.Path) -> None:
-    """Writes the modules of a SparseEncoder or a MultiVectorEncoder, but not of dense vectors."""
+    """Writes the modules of sparse vectors or of vectors of tokens."""
     package, dense_tensors = "sentence_transformers.base.modules", dict[str, np.ndarray]()
     transformer: dict[str, Any] = {"max_seq_length": vectors.max_length, "do_lower_case": False}
     if vectors.form == "sparse":

@@ -28,12 +28,12 @@ from bert_jax.model.kernels import LANES, KernelCall, Kernels
 LONGEST = 8_192
 # Maximum number of keys scored at a time, and the keys of a part of a longer row.
 _MAX_KEYS, _PART = 2_048, 1_024
-# Tokens of a long row, whose programs may use `Kernels.long_row_memory`.
+# A row of more tokens is long; its programs may use `Kernels.long_row_memory`.
 _LONG = 4_096
-# Bytes of VMEM that the programs of other rows need, and those of long ones; v2 to v4 have less.
-# With fewer bytes than the third number, the inputs of a long row have one buffer instead of two:
-# copies of the next row do not overlap with work on this one, and take a hundredth of its time.
-_MEMORY, _LONG_MEMORY, _TWO_BUFFERS = 48 * 2**20, 56 * 2**20, 64 * 2**20
+# Bytes of VMEM that the program of a short row and of a long row needs. TPUs v2 to v4 have less.
+_MEMORY, _LONG_MEMORY = 48 * 2**20, 56 * 2**20
+# With fewer bytes, an input of a long row has one buffer, not two; unhidden copies take 1% of time.
+_TWO_BUFFERS = 64 * 2**20
 # Queries of a block in global layers and in local layers.
 _GLOBAL_QUERIES, _LOCAL_QUERIES = 256, 128
 # The first key near a block is at a multiple of this; no type has a larger tile.
@@ -54,14 +54,14 @@ class RotaryAttentionShape(NamedTuple):
 def fits(kernels: Kernels, heads: int, length: int, width: int, half_window: int) -> bool:
     """Returns whether kernels support these rows; `half_window` is 0 if every layer is global."""
     size = width // heads
-    lanes = (LANES % size == 0 or size % LANES == 0) and width % LANES == 0
+    fits_lanes = (LANES % size == 0 or size % LANES == 0) and width % LANES == 0
     keys = _local_keys(half_window)
-    rows = length % _GLOBAL_QUERIES == 0 and keys <= min(length, _MAX_KEYS) and length <= LONGEST
-    rows &= length <= _MAX_KEYS or length % _PART == 0
+    fits_blocks = length % _GLOBAL_QUERIES == 0 and keys <= min(length, _MAX_KEYS)
+    fits_blocks &= length <= _MAX_KEYS or length % _PART == 0
     is_long = length > _LONG
     memory = kernels.long_row_memory if is_long else kernels.memory
     has_memory = memory >= (_LONG_MEMORY if is_long else _MEMORY)
-    return lanes and rows and size % 2 == 0 and has_memory
+    return fits_lanes and fits_blocks and length <= LONGEST and size % 2 == 0 and has_memory
 
 
 def _local_keys(half_window: int) -> int:
@@ -96,7 +96,7 @@ def _blocks(static: RotaryAttentionShape, query: jax.Array) -> Blocks:
 
 
 def _input_row(blocks: Blocks) -> pl.BlockSpec:
-    """Returns the block of an input, which is a row."""
+    """Returns the block of an input, a row, with one buffer if two of a long row do not fit."""
     if blocks.length <= _LONG or blocks.kernels.memory >= _TWO_BUFFERS:
         return blocks.row
     block = blocks.row

@@ -1,4 +1,4 @@
-"""Pooling of texts into vectors, and losses that compare vectors, as sums and counts in float32.
+"""Pooling of texts into vectors, and losses of vectors: pairs of a sum and a count, in float32.
 
 Candidates are the texts of all devices. Inside a `shard_map`, `axes` are the axes of the mesh over
 which examples are sharded; otherwise they are ().
@@ -17,12 +17,11 @@ from jax import lax
 Pooling = Literal["mean", "cls", "last"]
 Axes = tuple[str, ...]
 
-# Computes the scores of all pairs: vectors of queries, arrays [N, ...], and of texts, arrays
-# [M, ...], -> float32 [N, M].
+# Computes the scores of all pairs: vectors of n queries, arrays [n, ...], and of m texts, arrays
+# [m, ...], -> float32 [n, m].
 Score = Callable[[Any, Any], jax.Array]
 
-# The logit of an excluded candidate.
-_EXCLUDED = -1e9
+_EXCLUDED = -1e9  # the logit of an excluded candidate
 # Added to squares before roots, so that no gradient is infinite.
 _TINY = 1e-24
 
@@ -56,7 +55,7 @@ class Texts:
 
     vectors: jax.Array  # float32 [E, 1 + N, D], of any length
     keys: jax.Array  # uint32 [E, 1 + N], equal for equal texts
-    weights: jax.Array  # float32 [E], 0 for an unused row
+    weights: jax.Array  # float32 [E], 0 for an unused example
 
 
 def contrastive_loss(
@@ -108,7 +107,7 @@ def batch_losses(
       score: computes the scores of all pairs.
       texts: vectors of the anchors, arrays [E, ...], and of the N others, arrays [E, N, ...].
       keys: uint32 [E, 1 + N], equal for equal texts; 0: there is no text.
-      weights: float32 [E], 0 for an unused row.
+      weights: float32 [E], 0 for an unused example.
       scale: factor of scores: 1 / temperature.
       axes: the mesh axes over which examples are sharded.
 
@@ -134,7 +133,7 @@ def batch_losses(
 
 
 def _own_examples(count: int, axes: Axes) -> jax.Array:
-    """Returns the numbers of this shard's `count` examples among all, int32 [count]."""
+    """Returns the indices of this shard's `count` examples among all, int32 [count]."""
     own = jnp.arange(count)
     return own + lax.axis_index(axes) * count if axes else own
 
@@ -156,7 +155,7 @@ def score_distillation(
     Args:
       scores: float32 [E, N].
       targets: scores of the teacher, float32 [E, N]; nan where an example has fewer texts.
-      weights: of the examples, float32 [E]; 0 for an unused row.
+      weights: of the examples, float32 [E]; 0 for an unused example.
       temperature: divisor of both scores.
     """
     is_text = jnp.isfinite(targets)
@@ -191,7 +190,7 @@ def saturate(max_logits: jax.Array) -> jax.Array:
 
 
 def dot_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the dot products of all pairs: [N, D] and [M, D] -> float32 [N, M]."""
+    """Returns the dot products of all pairs: [n, D] and [m, D] -> float32 [n, m]."""
     return jnp.matmul(a, b.T, preferred_element_type=jnp.float32)
 
 
@@ -199,7 +198,7 @@ def flops_penalty(vectors: jax.Array, weights: jax.Array, axes: Axes = ()) -> ja
     """Returns this shard's part of the penalty FLOPS (Paria et al. 2020), float32 [].
 
     The penalty is the sum of the squared means of each of the V weights over the texts of all
-    shards. Texts with equal tokens are punished, since they must be compared.
+    shards: tokens that are active in many texts cost most, as in the search of an inverted index.
 
     Args:
       vectors: float32 [B, V], at least 0.
@@ -230,15 +229,15 @@ def max_similarities(
     """Returns the score MaxSim of each text for each query (Khattab and Zaharia 2020).
 
     It is the sum over the query's tokens of the largest dot product with a token of the text.
-    Queries are compared one after the other, forward and backward, so that the products of one
-    query with all texts are in memory.
+    Queries are compared one after the other, forward and backward, so that only one query's
+    products with all texts are in memory at a time.
 
     Args:
-      queries: vectors float32 [N, S, D], and weights [N, S], 0 for tokens without a vector.
-      texts: the same, [M, T, D] and [M, T].
+      queries: vectors float32 [n, S, D], and weights [n, S], 0 for tokens without a vector.
+      texts: the same, [m, T, D] and [m, T].
 
     Returns:
-      float32 [N, M].
+      float32 [n, m].
     """
     vectors, weights = texts
 
@@ -268,8 +267,9 @@ def distillation_loss(
 
     The error of a text is the mean over the D squared differences of two vectors (Reimers and
     Gurevych 2020, section 2; `MSELoss` of sentence-transformers). A second error is added with the
-    weight `geometry` / D: the mean, over all texts, of the squared difference of the two cosines to
-    that text. So D times the sum is the squared distance plus `geometry` times the second error.
+    weight `geometry` / D: the mean, over all texts, of the squared difference between the cosines
+    of the vector and of its target to that text. So D times the sum is the squared distance plus
+    `geometry` times the second error.
 
     Args:
       vectors, targets: float32 [B, D], of length 1.

@@ -19,8 +19,7 @@ from bert_jax.text.records import replace_surrogates
 # A text or an example of a request, and its cost in rows.
 Item = tuple[Any, int]
 _ROW_CHARACTERS = 2**13  # tokenizing this many characters costs about as much as computing a row
-# Batch sizes for a fine-tuned run: for a single example, and for several.
-_BATCH_SIZES = (1, 8)
+_BATCH_SIZES = (1, 8)  # of a fine-tuned run: for a single example, and for several
 _RETRY_SECONDS = 1
 _CHUNK_RESULTS = 16  # results in one chunk of a response
 
@@ -35,7 +34,7 @@ class Limits:
     # Maximum time from the start of a request to its answer, and maximum time for which a
     # connection may be silent or leave its response unread.
     seconds: float = 30.0
-    # Maximum rows of an example, and rows after which a batch takes no more items. A small model
+    # Maximum rows of an example, and rows at which a batch is full. A small model
     # computes 128 rows of 512 tokens in seconds on a CPU.
     rows: int = 128
 
@@ -65,8 +64,8 @@ class EmbedEndpoint:
         self.description = f"{embedder.width} numbers per vector"
         if prefix := embedder.prefixes["query"]:
             self.description += f'; requests with "role": "query" get the prefix {prefix!r}'
-        self.warm = embedder.warm  # raises if the model cannot compute
-        self.warm()
+        self.warm = embedder.warm
+        self.warm()  # raises if the model cannot compute
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the texts, each with the prefix of its role."""
@@ -87,15 +86,15 @@ class EmbedEndpoint:
         prefix = self.embedder.prefixes[role]
         return [(prefix + text, 1 + len(text) // _ROW_CHARACTERS) for (text,) in examples]
 
-    def compute(self, items: list[str]) -> list[tuple[Any, int]]:
-        """Returns the vector and the token count of each text, which has its prefix.
+    def compute(self, texts: list[str]) -> list[tuple[Any, int]]:
+        """Returns the vector and the token count of each text; texts already have prefixes.
 
         A dense vector is float32 [W], a sparse one a `csr_array` [1, V].
         """
-        parts = list(self.embedder.embed_lines((("input", item) for item in items), "prompted"))
+        parts = list(self.embedder.embed_lines((("input", text) for text in texts), "prompted"))
         vectors = self.embedder.form.concatenate([part.vectors for part in parts])
         if self.embedder.form_name == "sparse":
-            vectors = [vectors[[i]] for i in range(len(items))]
+            vectors = [vectors[[i]] for i in range(len(texts))]
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))
 
@@ -104,13 +103,13 @@ class EmbedEndpoint:
 
         `dimensions` truncates vectors, and scales them to length 1 if whole vectors have length 1.
         """
-        form, size = body.get("encoding_format"), body.get("dimensions")
+        encoding, size = body.get("encoding_format"), body.get("dimensions")
         if size is not None:
             results = [(self._rescale(vector[:size]), length) for vector, length in results]
         tokens = sum(length for _, length in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         data = (
-            f'{{"object": "embedding", "index": {i}, "embedding": {vector_json(vector, form)}}}'
+            f'{{"object": "embedding", "index": {i}, "embedding": {vector_json(vector, encoding)}}}'
             for i, (vector, _) in enumerate(results)
         )
         return list_json({"model": body["model"], "usage": usage}, data)
@@ -153,9 +152,9 @@ class PredictEndpoint:
             examples.append((example, rows + sum(map(len, texts)) // _ROW_CHARACTERS))
         return examples
 
-    def compute(self, items: list[examples_lib.Example]) -> list[dict[str, Any]]:
+    def compute(self, examples: list[examples_lib.Example]) -> list[dict[str, Any]]:
         """Returns the answer to each example."""
-        return list(self._model.predict(items))
+        return list(self._model.predict(examples))
 
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
         """Yields JSON: the answers in the order of the examples."""
@@ -176,21 +175,21 @@ def join_json(start: str, data: Iterator[str], end: str) -> Iterator[str]:
     yield end
 
 
-def vector_json(vector: np.ndarray, form: str | None) -> str:
+def vector_json(vector: np.ndarray, encoding: str | None) -> str:
     """Returns float32 [W] as JSON: its bytes in base64, or numbers with nine digits.
 
     Nine digits restore the same bits, even if parsed as float64 (IEEE 754-2008, section 5.12.2).
     """
-    if form == "base64":
+    if encoding == "base64":
         return f'"{base64.b64encode(vector.astype("<f4").data).decode()}"'
     text = "%.9g," * len(vector) % tuple(vector.tolist())
     return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
 
 
 def parse_input(
-    body: dict[str, Any], text_count: int, most: int, field: str = "input"
+    body: dict[str, Any], text_count: int, max_examples: int, field: str = "input"
 ) -> list[list[str]]:
-    """Returns the examples in a field, which is one example or a list of at most `most` examples.
+    """Returns the examples in a field, which is an example or a list of at most `max_examples`.
 
     An example is a list of `text_count` texts, or the text itself if `text_count` is 1.
     """
@@ -200,8 +199,9 @@ def parse_input(
         value = [value]
     if not isinstance(value, list) or not value:
         raise RequestError(400, f"{field}: must be a text, or a list that is not empty", field)
-    if len(value) > most:
-        raise RequestError(413, f"{field}: {len(value)} texts; at most {most} per request", field)
+    if len(value) > max_examples:
+        message = f"{field}: {len(value)} texts; at most {max_examples} per request"
+        raise RequestError(413, message, field)
     examples: list[Any] = [[item] if text_count == 1 else item for item in value]
     for number, texts in enumerate(examples):
         why = ""

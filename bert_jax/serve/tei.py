@@ -30,9 +30,9 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def formats_of(endpoint: Any) -> dict[str, Any]:
-    """Returns by path the formats that an endpoint has besides its own.
+    """Returns the TEI formats of an endpoint by path.
 
-    A format has `items`, which makes items for `compute` of the endpoint, and `answer`.
+    A format replaces `items` and `answer` of the endpoint, not `compute`.
     """
     if type(endpoint) is EmbedEndpoint:
         return {"/embed": VectorFormat(endpoint)}
@@ -45,12 +45,12 @@ def formats_of(endpoint: Any) -> dict[str, Any]:
 
 def _text_items(endpoint: EmbedEndpoint, body: dict[str, Any], limits: Limits) -> list[Item]:
     """Returns the texts of `inputs`, each with the prompt of `prompt_name`, by default none."""
-    _require_right(body)
+    _require_right_truncation(body)
     name = body.get("prompt_name")
     if name not in (None, "query", "document"):
         raise RequestError(400, "prompt_name: must be query or document", "prompt_name")
     examples = parse_input(body, 1, limits.texts, "inputs")
-    return endpoint.text_items(examples, name or "prompted")
+    return endpoint.text_items(examples, name or "prompted")  # "prompted": adds no prompt
 
 
 class VectorFormat:
@@ -106,7 +106,7 @@ class RankFormat:
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns an item for each text."""
-        _require_right(body)
+        _require_right_truncation(body)
         ((query,),) = parse_input(body, 1, 1, "query")
         pairs = [[query, text] for (text,) in parse_input(body, 1, limits.texts, "texts")]
         return self._endpoint.items({"texts": pairs}, limits, "texts")
@@ -117,9 +117,9 @@ class RankFormat:
         With `raw_scores`, a score is an output of the head, else the sigmoid of this output.
         """
         outputs = np.array([result["ranking"][0]["score"] for result in results])
-        if self._endpoint.task.ranking_loss == "binary_cross_entropy":  # these are sigmoids
-            outputs = np.clip(outputs, _TINY, 1 - np.finfo(float).epsneg)
-            outputs = np.log(outputs) - np.log1p(-outputs)
+        if self._endpoint.task.ranking_loss == "binary_cross_entropy":  # scores are sigmoids here
+            sigmoids = np.clip(outputs, _TINY, 1 - np.finfo(float).epsneg)
+            outputs = np.log(sigmoids) - np.log1p(-sigmoids)
         scores = outputs if body.get("raw_scores") else 1 / (1 + np.exp(-outputs))
         ranks = []
         for i in np.argsort(-outputs, kind="stable").tolist():
@@ -129,7 +129,7 @@ class RankFormat:
 
 
 class LabelFormat:
-    """The format of `/predict` for runs with labels; `input` instead of `inputs` is the usual one.
+    """The format of `/predict` for runs with labels; bodies with `input` have the endpoint's own.
 
     `inputs` is a text, a pair of texts, or a list whose items are lists of one or two texts.
     """
@@ -141,7 +141,7 @@ class LabelFormat:
         """Returns the examples."""
         if "inputs" not in body:
             return self._endpoint.items(body, limits)
-        _require_right(body)
+        _require_right_truncation(body)
         if body.get("raw_scores"):
             raise RequestError(400, "raw_scores: only probabilities are supported", "raw_scores")
         value = body["inputs"]
@@ -151,7 +151,7 @@ class LabelFormat:
         return self._endpoint.items({"inputs": examples}, limits, "inputs")
 
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
-        """Yields JSON: the labels of an example with probabilities; of a list, a list of each."""
+        """Yields JSON: a list of labels with probabilities; for a batch, a list of such lists."""
         if "inputs" not in body:
             return self._endpoint.answer(body, results)
         labels = [
@@ -165,7 +165,7 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], list)
 
 
-def _require_right(body: dict[str, Any]) -> None:
+def _require_right_truncation(body: dict[str, Any]) -> None:
     if str(body.get("truncation_direction", "right")).lower() != "right":
         message = "truncation_direction: texts are truncated on the right"
         raise RequestError(400, message, "truncation_direction")

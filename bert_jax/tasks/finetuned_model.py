@@ -42,7 +42,7 @@ from bert_jax.training import mesh as mesh_lib
 WINDOW = 2048
 
 
-class _Opened(NamedTuple):
+class _OpenedModel(NamedTuple):
     """A checkpoint of a fine-tuned run, or a base with the head of a task."""
 
     experiment: Finetuning
@@ -55,10 +55,10 @@ class _Opened(NamedTuple):
 class TaskModel:
     """A checkpoint of a fine-tuned run with its base, on all devices of this process.
 
-    A base with the head of a task also is such a checkpoint, at step 0.
+    A base with the head of a task is also such a checkpoint, at step 0.
 
     Args:
-      source: the workdir of the run or of the base, opened, or a base.
+      source: the opened workdir of a run or of a base, or a loaded base.
       base: the current path of the run's base; None: its path at training.
       checkpoint: `newest`, `best` (by held-out loss), or a step.
       beams: the number of beams of beam search; None: one, as during training.
@@ -88,8 +88,8 @@ class TaskModel:
         # How texts become vectors; None: defaults.
         self.vector_settings = base_lib.read_vectors(notes) or loaded.vectors
         # The base's parts for these vectors, for a run that did not train them.
-        vector_parts = base_lib.VECTOR_PARTS & loaded.params.keys()
-        self.vector_parts = {name: loaded.params[name] for name in vector_parts}
+        names = base_lib.VECTOR_PARTS & loaded.params.keys()
+        self.vector_parts = {name: loaded.params[name] for name in names}
         kind: TaskKind = self.task.spec.implementing_class.restore(
             self.task, self.labels, loaded, notes
         )
@@ -107,7 +107,7 @@ class TaskModel:
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params, notes = restore(abstract["params"])
         self.kind = kind.with_threshold({**notes, "step": self.step})
-        # The base's model, with the run's dropout rates and compute type, and its tokenizer.
+        # The base's Model section, with the run's dropout rates and compute type; its tokenizer.
         self.model, self.tokenizer = objective.model, loaded.tokenizer
         # The line of metrics.jsonl with the scores of this step; None if there is none.
         self.evaluation = metrics_line(source, "scores", self.step) if is_run else None
@@ -124,7 +124,7 @@ class TaskModel:
         self._sizes, task, unit = sizes, self.task, rows.LENGTH_STEP
         others = ["a"] * (len(task.text_columns) - 1)
         for limit in range(unit, task.max_sequence_length + unit, unit):
-            # Each word is one token; half a step below `limit` leaves room for special tokens.
+            # Each word is one token; half a unit below `limit` leaves room for special tokens.
             words = " ".join(["a"] * (limit - unit // 2))
             (example,) = examples_lib.parse_arguments(task, [*others, words])
             for size in sizes:
@@ -177,7 +177,7 @@ class TaskModel:
         task_rows = self.kind.rows(examples)
         self.unknown.add(task_rows.ids)
         count = len(task_rows.ids) // task_rows.rows_per_example
-        # A batch is as large as the largest window so far: few texts need no large program.
+        # Batches grow with the largest window so far, so that few texts run in a small program.
         self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
         sizes = self._sizes or (self._largest,)
         size = next((size for size in sizes if size >= count), sizes[-1])
@@ -186,7 +186,7 @@ class TaskModel:
         return *self._forward(self.params, self.frozen, batches, task_rows), task_rows
 
 
-def _open_run(workdir: Workdir, base: str | None, checkpoint: str) -> _Opened:
+def _open_run(workdir: Workdir, base: str | None, checkpoint: str) -> _OpenedModel:
     latest = load_experiment(workdir, Finetuning)  # of the last start: the base may have moved
     checkpoints = Checkpoints(workdir.checkpoints)
     number = checkpoints.find_step(checkpoint)
@@ -200,10 +200,10 @@ def _open_run(workdir: Workdir, base: str | None, checkpoint: str) -> _Opened:
         restored = checkpoints.restore_chosen(checkpoint, {"params": abstract})
         return restored.step, restored.state["params"], restored.metadata["notes"]
 
-    return _Opened(experiment, loaded, metadata["notes"], restore)
+    return _OpenedModel(experiment, loaded, metadata["notes"], restore)
 
 
-def _open_head(base: LoadedModel) -> _Opened:
+def _open_head(base: LoadedModel) -> _OpenedModel:
     experiment = head_experiment(base, base.name)
     loaded = dataclasses.replace(select_weights(base, experiment), source=base.source)
     loaded.tokenizer = copy.copy(loaded.tokenizer)
@@ -217,7 +217,7 @@ def _open_head(base: LoadedModel) -> _Opened:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return 0, feed.put({name: trained[name] for name in abstract}, shardings), notes
 
-    return _Opened(experiment, loaded, notes, restore)
+    return _OpenedModel(experiment, loaded, notes, restore)
 
 
 def _read_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> base_lib.Base:

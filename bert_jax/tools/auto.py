@@ -65,9 +65,9 @@ SIZES = (
     Size(2e17, 8, 512, 64, 30_000),
     Size(1e19, 12, 768, 128, 30_000),
 )
-_HEAD = 64  # width of an attention head
+_HEAD_WIDTH = 64  # width of an attention head
 _BYTES_PER_ENTRY = 100  # fewest bytes of text for each entry of the vocabulary
-_BYTES_PER_SENTENCE, _DOCUMENTS = 100, 50  # a text of fewer files is cut into so many documents
+_BYTES_PER_SENTENCE, _DOCUMENTS = 100, 50  # fewer files are cut into about this many documents
 # Tokens of a row, and the shares that are predicted in training and in held-out rows.
 _LENGTH, _MASKED, _EVAL_MASKED = 128, 0.3, 0.15
 # Held-out rows, number of evaluations, and the time of a forward pass as a share of a step.
@@ -78,8 +78,7 @@ _TIMED = 5
 # up to half a minute. bfloat16 is chosen if its step takes less than this share of float32's, since
 # as many steps teach as much in both types (docs/results/learning.md).
 _BFLOAT16_HOURS, _BFLOAT16_SHARE = 0.15, 0.95
-# Seconds between checkpoints.
-_SAVED_EVERY = 60.0
+_SAVED_EVERY = 60.0  # seconds between checkpoints
 
 
 class Text(NamedTuple):
@@ -117,7 +116,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     start_time = time.monotonic()
     _, hours, base, settings = request
     given = _parse_settings(settings)
-    if rendezvous.read_process_info():  # before they connect, jax sees one process
+    if rendezvous.read_process_info():  # jax does not see other processes yet
         raise InputError("auto: times the steps of a single process; use `bert-jax pretrain`")
     if "phases.0.steps" in given:
         raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
@@ -132,7 +131,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
         _base_experiment(name, text, base) if base else _fresh_experiment(name, text, operations)
     )
     experiment = config.override(experiment, settings)
-    # As in training: the corpus may be in another folder, and a bucket has local copies.
+    # As in training: reads `run.corpus_dir`, and copies a workdir in a bucket to this machine.
     workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
     cores, vocab_size = system.cores(), experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
@@ -141,7 +140,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     experiment, seconds, type_reasons = _choose_type(experiment, both_types, workdir, progress)
     left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
-    experiment = config.override(experiment, settings)  # `_with_steps` may have changed them
+    experiment = config.override(experiment, settings)  # they also override `_with_steps`
     tokens = manifest["splits"]["train"]["tokens"]
     assumed = " (assumed from the script; set it with --language)"
     language = text.language + ("" if "corpus.language" in given else assumed)
@@ -157,14 +156,14 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
 
 
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
-    """Returns facts about a text, from a sample; `corpus.language` in the settings overrides it."""
+    """Returns facts about a text, from a sample; a `corpus.language` in the settings is kept."""
     with prefix_errors(f"TEXT {path}"):
         text_corpus = Corpus(sources=(source_from_path(path),), encoding_errors="replace")
     given = _parse_settings(settings)
     fields = {name: given.get(f"corpus.{name}") for name in _SAMPLE_FIELDS}
-    needed = [f"{name}={value}" for name, value in fields.items() if value is not None]
-    text_corpus = config.override(text_corpus, needed)
-    files = list(documents.extents(text_corpus))  # whole files
+    sample_settings = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    text_corpus = config.override(text_corpus, sample_settings)
+    files = list(documents.extents(text_corpus))  # one for each file
     sample = ""
     for file in files[:: max(1, len(files) // _SAMPLED_FILES)]:
         end = len(sample) + _SAMPLE // _SAMPLED_FILES
@@ -205,7 +204,7 @@ def _compute_type() -> Literal["float32", "bfloat16"]:
 def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
     """Returns the experiment of a fresh encoder, by the recipe of tiny.py; steps are placeholders.
 
-    `peak_learning_rate` falls with width; it is that of all parameters but the matrices of Muon.
+    `peak_learning_rate`, which Muon's matrices do not use, falls with width.
     """
     size = next(size for size in reversed(SIZES) if operations >= size.operations)
     vocab_size = min(size.vocab_size, max(1_000, text.bytes // _BYTES_PER_ENTRY // 1_000 * 1_000))
@@ -215,7 +214,7 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
         vocab_size=vocab_size,
         hidden_size=size.width,
         num_hidden_layers=size.layers,
-        num_attention_heads=size.width // _HEAD,
+        num_attention_heads=size.width // _HEAD_WIDTH,
         intermediate_size=round(size.width * 8 / 3 / 8) * 8,
         max_position_embeddings=512,
         compute_dtype=_compute_type(),
@@ -247,11 +246,12 @@ def _base_experiment(name: str, text: Text, base: str) -> Experiment:
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
     """Returns the corpus of a text; cuts few files into documents, so that some can be held out."""
-    cut = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)  # sentences
+    sentences = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
+    is_cut = text.files < _DOCUMENTS and text.source.startswith("text:")
     return Corpus(
         sources=(text.source,),
         language=text.language,
-        cut_documents=cut if text.files < _DOCUMENTS and text.source.startswith("text:") else 0,
+        cut_documents=sentences if is_cut else 0,
         validation_share=0.1 if text.bytes < 100e6 else 0.01,
         **fields,
     )
@@ -299,11 +299,11 @@ def _choose_type(
     if not both_types or jax.devices()[0].platform != "cpu":
         return experiment, seconds, []
     model = dataclasses.replace(experiment.model, compute_dtype="bfloat16")
-    rounded = dataclasses.replace(experiment, model=model)
-    rounded_seconds = _step_seconds(rounded, workdir, progress)
-    line = f"a step takes {seconds:.3g} s in float32, {rounded_seconds:.3g} s in bfloat16"
-    if rounded_seconds < _BFLOAT16_SHARE * seconds:
-        return rounded, rounded_seconds, [f"compute type: bfloat16; {line}"]
+    in_bfloat16 = dataclasses.replace(experiment, model=model)
+    bfloat16_seconds = _step_seconds(in_bfloat16, workdir, progress)
+    line = f"a step takes {seconds:.3g} s in float32, {bfloat16_seconds:.3g} s in bfloat16"
+    if bfloat16_seconds < _BFLOAT16_SHARE * seconds:
+        return in_bfloat16, bfloat16_seconds, [f"compute type: bfloat16; {line}"]
     return experiment, seconds, [f"compute type: float32; {line}"]
 
 
@@ -324,9 +324,9 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     """Sets as many steps of `seconds` as fit, with the evaluations, into the seconds `left`."""
     phase, run = experiment.phases[0], experiment.run
     evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
-    steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))  # one as a margin
+    steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))  # 1: a margin
     if steps < _FEWEST_STEPS:
-        missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # the message rounds
+        missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # 10% more, since it is rounded
         raise InputError(
             f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
             f"left after making the corpus; give at least {missing:.2g} hours more"

@@ -75,7 +75,7 @@ class RetrieverObjective(TaskObjective):
         return vectors
 
     def score_pairs(self, queries: Any, texts: Any) -> jax.Array:
-        """Returns the scores of all pairs, float32 [N, M]; see `similarity.Score`."""
+        """Returns the scores of all pairs, float32 [n, m]; see `similarity.Score`."""
         raise NotImplementedError
 
     def compare(
@@ -87,7 +87,7 @@ class RetrieverObjective(TaskObjective):
         noise: layers.Noise | None,
         loop: Loop,
     ) -> losses_lib.Metrics:
-        """Returns {metric: [sum, weight]} of a batch, the loss among them, from its vectors."""
+        """Returns {metric: [sum, weight]} of a batch, including the loss, from its vectors."""
         settings, per_example, axes = self.settings, self.rows_per_example, mesh_lib.manual_axes()
         rows = jax.tree.map(
             lambda x: x.reshape(-1, per_example, *x.shape[1:]), self.scoring_inputs(vectors, batch)
@@ -97,7 +97,7 @@ class RetrieverObjective(TaskObjective):
         weights = batch["row_weights"][::per_example]
         loss = settings.loss
         if loss == "contrastive":
-            keys = batch["keys"].reshape(-1, per_example)
+            keys = batch["keys"].reshape(-1, per_example)  # hashes of texts, see `Retriever.rows`
             losses, hits = similarity.batch_losses(
                 self.score_pairs, (queries, texts), keys, weights, 1 / settings.temperature, axes
             )
@@ -163,13 +163,13 @@ class Retriever(Rank):
         super().__init__(task, labels, tokenizer)
         self.vectors = vectors
         self._prefixes = {"query": vectors.query_prefix, "document": vectors.text_prefix}
-        # Room for a text's tokens after the longer prefix; the space between belongs to the text.
+        # Room for a text's tokens after the longer prefix; its final space belongs to these tokens.
         longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
         self._text_limit = max(task.max_sequence_length - 2 - longest, 0)
 
     @staticmethod
     def parse_passages(passages: Sequence[Passage]) -> Iterator[Any]:
-        return iter(passages)  # without `Rank`'s first stage, all texts are ranked
+        return iter(passages)  # all texts are ranked, in `Rank` only those of a first stage
 
     @classmethod
     def restore(
@@ -236,7 +236,7 @@ class Retriever(Rank):
         `keys` are equal for texts of equal tokens, and 0 for padding. `scores` are float32
         [rows, K]: for each row the scores of all texts of its example, nan for padding.
         """
-        if isinstance(examples[0], Passage):  # then all are
+        if isinstance(examples[0], Passage):  # so are the others
             passages = cast(Sequence[Passage], examples)
             return self._make_rows([(x.text, _role_of(x), x.location) for x in passages])
         lists = cast(Sequence[Candidates], examples)
@@ -245,7 +245,7 @@ class Retriever(Rank):
         scores = np.full((len(lists), count), np.nan, np.float32)
         for example, targets in zip(lists, scores, strict=True):
             location, missing = example.location, count - len(example.candidates)
-            texts.append((example.query, "query", location))  # the first of `example.texts`
+            texts.append((example.query, "query", location))  # in the order of `example.texts`
             padded = [*example.candidates, *[""] * missing]
             texts.extend((text, "document", location) for text in padded)
             keys += [*(self._key(text, location) for text in example.texts), *[0] * missing]

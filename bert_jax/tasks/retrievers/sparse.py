@@ -105,7 +105,7 @@ class SparseObjective(RetrieverObjective):
             for coefficient, part in parts
         )
         penalty = penalty * batch["penalty_share"][0]
-        # Times the total count, by which all metrics are divided later.
+        # Metrics are summed over shards and divided by the total count, which this product undoes.
         count = metrics["loss"][1]
         total = jax.lax.psum(count, axes) if axes else count
         metrics["penalty"] = jnp.stack([penalty * total, count])
@@ -113,7 +113,7 @@ class SparseObjective(RetrieverObjective):
 
 
 class SparseBatches(TaskBatches):
-    """Batches with `penalty_share` [B], the factor of the penalties, which rises to 1 at first."""
+    """Batches with `penalty_share` [B], a factor of the penalties that first rises from 0 to 1."""
 
     def __init__(self, rows: TaskRows, pad_id: int, experiment: Finetuning):
         super().__init__(rows, pad_id, experiment.batch_size, experiment.seed)
@@ -149,9 +149,9 @@ class Sparse(Retriever):
         """Shifts the output biases so that all tokens are active in equally few training texts.
 
         A token is active in a text if its weight is above 0. Masked LM learns logits up to a
-        constant for each position, so almost all tokens may be active in all texts. Then the scores
-        of texts are almost equal. Here each token becomes active in the share
-        `sparse.initial_share` of a sample, unless the vectors are already as sparse.
+        constant for each position, so almost all tokens, or none, may be active in all texts, whose
+        scores are then almost equal. Here each token becomes active in `sparse.initial_share` of a
+        sample, unless vectors are already as sparse. Also returns a line about the shift to print.
         """
         objective, rows = cast(SparseObjective, objective), cast(TaskRows, rows)
         share = cast(SparseVectors, objective.settings).initial_share
@@ -182,7 +182,7 @@ class Sparse(Retriever):
 
 
 def _sample_texts(rows: TaskRows) -> TaskRows:
-    """Returns the rows of about `_CALIBRATION_TEXTS` texts, of examples in equal distances."""
+    """Returns the rows of about `_CALIBRATION_TEXTS` texts, of evenly spaced examples."""
     per_example = rows.rows_per_example
     examples = len(rows.ids) // per_example
     count = min(max(_CALIBRATION_TEXTS // per_example, 1), examples)

@@ -1,7 +1,7 @@
 """Finds documents in another language than that of the corpus, with lingua (the extra `language`).
 
-On 1,000 English and 1,000 French leads of Wikipedia, which have many foreign names, lingua took 10
-and 7 for another language.
+For introductions of Wikipedia's articles, which have many foreign names, lingua is wrong in 10 of
+1,000 English and 7 of 1,000 French ones.
 """
 
 import collections
@@ -11,12 +11,12 @@ from bert_jax.errors import pluralize
 from bert_jax.text.documents import Document
 from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
-# Documents of which the language is detected, and the characters of each; ten seconds in all.
+# Number of documents whose language is detected, and characters of each; takes ten seconds in all.
 _SAMPLE, _BEGINNING = 2_000, 500
-# lingua's probability of another language minus that of the expected one, at least.
+# Minimum difference between lingua's probabilities of another language and of the expected one.
 _MARGIN = 0.5
-# Most languages that a finding names.
-_NAMED = 5
+# Maximum number of languages that a finding names.
+_MAX_NAMED = 5
 
 OTHER_LANGUAGE = FindingRule(
     "{count:,} of {documents} ({value}) seem to be in another language than {expected}: {others}",
@@ -28,7 +28,7 @@ OTHER_LANGUAGE = FindingRule(
 
 
 class LanguageSample:
-    """A random sample of the documents of a corpus."""
+    """A random sample of the documents of a corpus, by reservoir sampling."""
 
     def __init__(self) -> None:
         self._random, self._seen = random.Random(0), 0
@@ -41,9 +41,9 @@ class LanguageSample:
         if position >= _SAMPLE and (position := self._random.randrange(self._seen)) >= _SAMPLE:
             return
         beginning = document.text[:_BEGINNING]
-        self._texts[position : position + 1] = [
-            (beginning, example(document.location(0), beginning))
-        ]
+        excerpt = example(document.location(0), beginning)
+        # Appends until the sample is full, then replaces.
+        self._texts[position : position + 1] = [(beginning, excerpt)]
 
     def findings(self, language: str) -> list[Finding]:
         """Returns the finding about sampled documents in another language than `language`.
@@ -57,7 +57,7 @@ class LanguageSample:
             return []
         detector = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().build()
         expected = language.partition("-")[0]
-        others, first = collections.Counter[str](), ""
+        others, first_example = collections.Counter[str](), ""
         for text, excerpt in self._texts:
             probabilities = {
                 value.language.iso_code_639_1.name.lower(): value.value
@@ -68,12 +68,12 @@ class LanguageSample:
             likeliest = max(probabilities, key=probabilities.__getitem__)
             if probabilities[likeliest] - probabilities[expected] > _MARGIN:
                 others[likeliest] += 1
-                first = first or excerpt
+                first_example = first_example or excerpt
         return OTHER_LANGUAGE.check(
             others.total() / max(1, len(self._texts)),
-            first,
+            first_example,
             count=others.total(),
             documents=pluralize(len(self._texts), "sampled document"),
             expected=expected,
-            others=", ".join(f"{code} {number:,}" for code, number in others.most_common(_NAMED)),
+            others=", ".join(f"{code} {count:,}" for code, count in others.most_common(_MAX_NAMED)),
         )
