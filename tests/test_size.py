@@ -39,23 +39,23 @@ AIMS = {
 ABOVE = {
     ".": 1_164,
     "checkpoints": 1_243,
-    "cli": 2_511,
+    "cli": 2_514,
     "config": 2_813,
     "data": 4_078,
     "distributed": 1_202,
     "embeddings": 2_014,
-    "interop": 3_366,
+    "interop": 3_388,
     "model": 3_615,
     "pretraining": 1_239,
     "serve": 766,
     "storage": 2_127,
     "tasks": 5_504,
     "text": 3_268,
-    "tools": 9_206,
+    "tools": 9_207,
     "training": 2_409,
     "benchmarks": 3_624,
     "experiments": 1_841,
-    "tests": 41_949,
+    "tests": 41_959,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

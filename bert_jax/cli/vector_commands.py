@@ -1,6 +1,7 @@
 """The commands that embed, search and rank texts, and the server of vectors and predictions."""
 
 import argparse
+import os
 import typing
 from collections.abc import Sequence
 
@@ -257,6 +258,8 @@ def search(args: argparse.Namespace) -> int:
 def mine(args: argparse.Namespace) -> int:
     """Finds hard negatives for pairs of queries and answers."""
     require_writable_path("--out", args.out)
+    if os.path.exists(args.out) and os.path.samefile(args.out, args.pairs):
+        raise InputError(f"--out {args.out}: is the file of the pairs; choose another one")
     if args.skip + args.negatives > args.depth:
         raise InputError(f"--depth {args.depth}: must be at least --skip plus --negatives")
     run = None if args.workdir is None else open_run_or_base(args.workdir)

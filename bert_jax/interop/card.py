@@ -46,6 +46,9 @@ def render(
     the model, with its labels.
     """
     task = next(task for end, task in _TASKS.items() if architecture.endswith(end))
+    vector_class = _vector_class(trained, architecture)
+    if vector_class:
+        task = "feature-extraction"
     if finetuning and finetuning.task.kind == "rank":
         task = "text-ranking"
     name = FAMILIES[family(trained.model)].label
@@ -65,7 +68,12 @@ def render(
         f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
         *([f"Labels: {', '.join(map(code_span, labels))}."] if labels else []),
         *([f"Never trained, freshly initialised: {', '.join(untrained)}."] if untrained else []),
-        *("", "```python", *_usage_example(architecture, folder, form, task), "```"),
+        *(
+            "",
+            "```python",
+            *_usage_example(vector_class or architecture, folder, form, task),
+            "```",
+        ),
         *("", "## Model", ""),
         *(f"- {path}: {code_span(str(value))}" for path, value in config.flatten(trained.model)),
         f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}",
@@ -88,6 +96,14 @@ def code_span(text: str) -> str:
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
+def _vector_class(trained: LoadedModel, architecture: str) -> str | None:
+    """Returns the class of sentence-transformers for sparse vectors or vectors of tokens."""
+    form = trained.vectors.form if trained.vectors else "dense"
+    if form == "sparse" and architecture.endswith("ForMaskedLM"):
+        return "SparseEncoder"
+    return "MultiVectorEncoder" if form == "multi_vector" and architecture[-5:] == "Model" else None
+
+
 def _usage_example(
     architecture: str, folder: str, form: Literal["model", "adapter"], task: str
 ) -> list[str]:
@@ -97,6 +113,12 @@ def _usage_example(
         load = f"model = CrossEncoder({target})"
         rank = 'ranking = model.rank("a query", ["a text", "another text"])'
         return ["from sentence_transformers import CrossEncoder", "", load, rank]
+    if architecture in ("SparseEncoder", "MultiVectorEncoder"):
+        encode = ['queries = model.encode_query(["a query"])']
+        encode += ['texts = model.encode_document(["a text", "another text"])']
+        encode += ["scores = model.similarity(queries, texts)"]
+        load = f"model = {architecture}({target})"
+        return [f"from sentence_transformers import {architecture}", "", load, *encode]
     lines = [f"from transformers import AutoTokenizer, {architecture}"]
     load = f"{architecture}.from_pretrained({base if form == 'adapter' else target})"
     if form == "adapter":

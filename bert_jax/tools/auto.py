@@ -329,7 +329,8 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
         missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # 10% more, since it is rounded
         raise InputError(
             f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
-            f"left after making the corpus; give at least {missing:.2g} hours more"
+            f"left after making the corpus and for the evaluations; give at least {missing:.2g} "
+            "hours more"
         )
     optimizer = dataclasses.replace(
         experiment.optimizer,

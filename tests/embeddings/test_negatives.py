@@ -113,6 +113,7 @@ def test_vectors_choose_among_further_texts(here):
     [
         ("mine pairs.jsonl --out o.jsonl --skip 3 --depth 5", "--depth"),
         ("mine pairs.jsonl --out o.jsonl --pooling cls", "--pooling"),
+        ("mine pairs.jsonl --out ./pairs.jsonl", "--out ./pairs.jsonl"),
         ("mine pairs.jsonl --out o.jsonl --margin 9", "--margin"),
         ("mine pairs.jsonl --out o.jsonl --query q", "pairs.jsonl:1"),
         ("mine more.txt --out o.jsonl", "more.txt"),

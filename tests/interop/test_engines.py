@@ -59,3 +59,12 @@ def test_the_list_names_only_forms_and_families_that_are_exported():
         }, name
         assert set(engine["forms"]) <= set(exports.FORMS)
         assert set(engine["families"]) <= set(exports.FAMILIES)
+
+
+@pytest.mark.parametrize("family", exports.FAMILIES)
+def test_a_card_shows_the_class_that_computes_the_vectors(family, folders):
+    cards = {form: (folders / family / form / "README.md").read_text() for form in exports.FORMS}
+    assert "model = SparseEncoder(" in cards["sparse"] and "fill-mask" not in cards["sparse"]
+    assert "model = MultiVectorEncoder(" in cards["multi_vector"]
+    for form, card in cards.items():
+        assert (form in ("sparse", "multi_vector")) == ("Encoder(" in card and "Cross" not in card)
