@@ -76,7 +76,7 @@ _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
 _TIMED = 5
 # A CPU's steps are also timed in bfloat16 from this many hours on: compiling and timing them takes
 # up to half a minute. bfloat16 is chosen if its step takes less than this share of float32's, since
-# as many steps teach as much in both types (docs/results/learning.md).
+# as many steps teach as much in both types (docs/results/performance.md).
 _BFLOAT16_HOURS, _BFLOAT16_SHARE = 0.15, 0.95
 _SAVED_EVERY = 60.0  # seconds between checkpoints
 
