@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from types import SimpleNamespace
 
 import hf_folder
 import jax
@@ -26,6 +27,7 @@ from bert_jax.embeddings.embed import Embedder, VectorOptions
 from bert_jax.embeddings.forms import FORMS
 from bert_jax.interop import huggingface, weights
 from bert_jax.tasks.examples import Candidates
+from bert_jax.tasks.finetuning_job import FinetuningJob
 from bert_jax.tasks.retrievers.sparse import SparseObjective
 from bert_jax.training import gradients, sharding, step
 from bert_jax.training import mesh as mesh_lib
@@ -211,6 +213,30 @@ def test_training_starts_with_sparse_vectors(shift, base):
     assert active.max() == 4 and (active == 4).mean() > 0.99  # one has two equal logits
     assert adjust(adjusted, 0.3) is adjusted  # is sparse
     assert adjust(shifted, 0.0) is shifted
+
+
+def test_a_run_starts_from_the_adjusted_base(base):
+    """The job asks the kind to adjust the base, reports it, and takes the new biases."""
+    experiment, lines = finetuning("sparse"), []
+    made, lists = examples("sparse", base)
+    objective = made.make_objective(experiment, base)
+    rows = made.rows(lists)
+    made.rows_per_example = rows.rows_per_example
+    job = SimpleNamespace(
+        experiment=experiment,
+        data=SimpleNamespace(training=SimpleNamespace(kind=made, rows=rows)),
+        objective=objective,
+        report=lines.append,
+        labels=(),
+        _base=base,
+    )
+    fresh = jax.tree.map(jax.numpy.zeros_like, base.params)
+    state, _ = FinetuningJob.initial_state(job, {"params": fresh})
+    expected, line = made.adjust_base(base, objective, rows)
+    bias = np.asarray(state["params"]["masked_lm"]["output_bias"])
+    np.testing.assert_array_equal(bias, expected.params["masked_lm"]["output_bias"])
+    assert not np.array_equal(bias, base.params["masked_lm"]["output_bias"])
+    assert lines == [line] and "output biases shifted" in line
 
 
 @pytest.mark.parametrize("kind", NAMES)
