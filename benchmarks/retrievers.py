@@ -2,9 +2,9 @@
 
 Both sides begin with the weights of a run, and learn the same pairs of sentences of the sample
 text, without dropout: contrastive losses, and for `rank` binary cross-entropy with a negative. A
-step makes a batch, which the peer tokenizes, and computes forward, backward, clip and AdamW. Each
-side has a process of its own on one core; they take turns. A ratio is the peer's CPU time over
-ours: above 1 we are faster.
+step makes a batch, and computes forward, backward, clip and AdamW. The peer tokenizes its texts in
+each step; ours are tokenized before, as in training. Each side has a process of its own on one
+core; they take turns. A ratio is the peer's CPU time over ours: above 1 we are faster.
 """
 
 import json

@@ -3,7 +3,7 @@
 Each text is encoded between [CLS] and [SEP], as in training; an empty text has a vector, too.
 Texts are read in windows of some thousands and packed into rows by length (`embeddings.packing`).
 
-Shape letters: S tokens of a row, N texts of a row, W width of a vector.
+Shape letter: W width of a vector.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Embedder:
         model, positions = base.model, base.model.max_position_embeddings
         defaults = base.vectors or TextVectors()  # how the base makes vectors
         pooling = features.pooling or defaults.pooling
-        # Vectors of a named pooling are dense, and do not pass the base's layer after its pooling.
+        # With --pooling, vectors are dense, and skip the base's Dense layer.
         self.settings = TextVectors() if features.pooling else defaults
         self.form_name = self.settings.form
         self.form = FORMS[self.form_name]

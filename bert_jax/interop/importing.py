@@ -98,7 +98,7 @@ def set_task(base: Base, kind: str | None, settings: Sequence[str], name: str) -
         flag = f"--kind {kind}" if kind else "--set"
         raise InputError(f"{flag}: {name} has {fits}; remove or change the flag")
     kinds = tuple(sorted(head.kinds, key=lambda other: other != kind))  # the chosen one is first
-    inherited = head.settings if kinds == head.kinds else ()  # they are of the old kind
+    inherited = head.settings if kinds == head.kinds else ()  # not for another kind
     head = dataclasses.replace(head, kinds=kinds, settings=(*inherited, *settings))
     labels = head_experiment(dataclasses.replace(base, head=head), name).task.labels
     if head.labels:
@@ -123,7 +123,7 @@ def _read(source: epath.Path, report: Report, with_moments: bool) -> Base:
 def _read_run(run: Workdir, with_moments: bool) -> Base:
     trained = LoadedModel.of(run, with_moments)  # a Base
     fresh, experiment = trained.fresh, trained.experiment
-    # Neither a phase nor an earlier model trained this head.
+    # The head is as random as at the start if no phase and no earlier model trained it.
     if "next_sentence" in trained.idle and experiment and not experiment.init_from:
         fresh = (*fresh, "next_sentence")
     return dataclasses.replace(

@@ -49,10 +49,10 @@ def read_base(experiment: Finetuning) -> Base:
 def select_weights(trained: Base, experiment: Finetuning) -> Base:
     """Returns a base with only those weights that a task can use, on the host.
 
-    These are `encoder`, the part below the head, and `VECTOR_PARTS`. A decoder or sparse vectors
-    use all of `masked_lm` instead of the part below the head. The model has the dropout rates and
-    the compute type of `adapt`. The hash covers the weights, the tokenizer and the pooling of a
-    head; a run saves it to identify its base.
+    They are `encoder`; the pooler or transform that feeds the head, or for a decoder and sparse
+    vectors all of `masked_lm`; and the layers after the pooling (`VECTOR_PARTS`). The model has the
+    dropout rates and the compute type of `adapt`. The hash covers the weights, the tokenizer and
+    the pooling of a head; a run saves it to identify its base.
     """
     adapt, reads = experiment.adapt, experiment.task.spec.implementing_class.reads
     reads_masked_lm = reads in ("decoder", "masked_lm")
@@ -109,10 +109,10 @@ def base_head(base: Base, experiment: Finetuning, labels: Sequence[str]) -> dict
 
 
 def head_experiment(base: Base, name: str) -> Finetuning:
-    """Returns the settings of a fine-tuning whose result is a base with the head of a task.
+    """Returns a fine-tuning that would have given a base its head, so that the head can be used.
 
-    The task has the first of the head's kinds, and no sources. `name` is that of the base. Raises
-    InputError if the base has no head.
+    Nothing is trained. The task has the first of the head's kinds, and no sources. `name` is that
+    of the base. Raises InputError if the base has no head.
     """
     head, model = base.head, base.model
     if head is None:
@@ -127,7 +127,7 @@ def head_experiment(base: Base, name: str) -> Finetuning:
         fields |= {"max_query_length": length // 6, "document_stride": length // 3}
     if kind == "tag" and not all(map(ENTITY_TAG.fullmatch, head.labels)):
         fields["score"] = "accuracy"
-    source = ("tfds:-:-",)  # required, but never read
+    source = ("tfds:-:-",)  # a new Task must name one; removed below
     experiment = Finetuning(
         name=config.name_of(name) or "base",
         init_from=name,
