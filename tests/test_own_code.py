@@ -271,7 +271,7 @@ def test_alibi_is_softmax_of_scores_less_slopes_times_distances(tmp_path):
         np.testing.assert_allclose(got[b, :n, h], wanted, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [pytest.param("alibi", marks=pytest.mark.nightly), "electra"])
 def test_they_compute_the_same_on_a_mesh_that_cuts_the_state(name, tmp_path):
     small_run.write_text(tmp_path)

@@ -247,12 +247,12 @@ def test_what_python_imports_and_calls_changes_nothing(copy_of_run, tmp_path):
     assert run("call_everything", tmp_path, copy_of_run) == {}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_fine_tuning_from_python_changes_nothing(tmp_path):
     assert run("finetune", tmp_path, tmp_path) == {}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_in_a_bucket_from_python_changes_nothing(objects, copy_of_run, tmp_path):
     """Orbax uses our file system, and does not read the bucket's metadata."""
     kinds = set()

@@ -341,7 +341,7 @@ def test_a_killed_process_is_named_and_ends_the_pod(text, tmp_path):
     assert end["outcome"] == "failed" and end["why"].startswith("lost another process (")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
     folder, file = text
     code, lines = pod(

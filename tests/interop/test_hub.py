@@ -194,7 +194,7 @@ def test_an_export_is_pushed_with_its_card(hub, monkeypatch):
     assert not pathlib.Path("second").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_all_checkpoints_become_branches(hub, monkeypatch, tmp_path):
     tuned.write_base(tmp_path / "base")
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)

@@ -132,7 +132,9 @@ def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("devices", "state"), [(2, "zero1"), (4, "zero3")])
+@pytest.mark.parametrize(
+    ("devices", "state"), [(2, "zero1"), pytest.param(4, "zero3", marks=pytest.mark.nightly)]
+)
 def test_phases_are_the_same_on_any_devices(learned, devices, state):
     place = learned / f"{devices}-{state}"
     sets = [x for s in (*PHASES, f"parallelism.state={state}") for x in ("--set", s)]

@@ -291,7 +291,7 @@ def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here):
     assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_processes_compare_the_texts_of_both(here):
     """In two parts: each process has a half of every part, and the negatives of all."""
     file = small_run.write_text(here / "words")

@@ -48,7 +48,7 @@ def test_worker_processes_give_the_same_batches():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_killed_worker_is_replaced(times):
     """By new ones, and where they are killed again and again by none; the batches stay the same."""
     sharding = mesh_lib.batch_sharding(samples.mesh_of(1))

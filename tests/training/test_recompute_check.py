@@ -145,7 +145,9 @@ def test_a_device_that_errs_is_named():
     ("layout", "count"),
     [
         pytest.param("zero3", 100, marks=pytest.mark.nightly),
-        *(("zero1", 20), ("replicated", 20), ("groups", 20), ("slices", 20)),
+        *(("groups", 20), ("slices", 20)),
+        pytest.param("zero1", 20, marks=pytest.mark.nightly),
+        pytest.param("replicated", 20, marks=pytest.mark.nightly),
     ],
 )
 def test_each_of_a_hundred_is_named(layout, count):

@@ -243,7 +243,7 @@ def test_glue_that_is_killed_ten_times_ends_at_the_same_table_and_archive(folder
     assert len(rows) == 13 and len(zipfile.ZipFile("killed/glue.zip").namelist()) == 11
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_suite_that_is_killed_at_random_ends_at_the_same_table(folder):
     (folder / "small.py").write_text(SMALL)
     shutil.copy(config.files.SHIPPED / "suites/glue.py", folder)
@@ -281,7 +281,7 @@ def suite():
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_other_tables_of_the_paper_end_in_files_of_predictions(folder):
     suite_data.paper(folder / "data", "IOB1")
     (folder / "others.py").write_text(OTHERS)

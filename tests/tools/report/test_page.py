@@ -234,7 +234,7 @@ def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times
     assert record.steps_done == 6
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_following_ends_with_the_run(tmp_path):
     """The page renews itself while the run goes on, and no longer once it is over."""
     file = write_text(tmp_path / "text")
