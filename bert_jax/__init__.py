@@ -17,6 +17,7 @@ __all__ = [  # see bert_jax.api
     "predict",
     "pretrain",
     "search",
+    "whiten",
 ]
 
 if typing.TYPE_CHECKING:
@@ -33,6 +34,7 @@ if typing.TYPE_CHECKING:
         predict,
         pretrain,
         search,
+        whiten,
     )
 else:  # hidden from type checkers, which would accept any attribute of the module
 

@@ -18,7 +18,7 @@ from bert_jax.config import Experiment, Finetuning, Parallelism
 from bert_jax.config.code import allow_code_file
 from bert_jax.data import corpus
 from bert_jax.data.batches import Batch
-from bert_jax.embeddings import nearest
+from bert_jax.embeddings import nearest, whitening
 from bert_jax.embeddings import search as search_lib
 from bert_jax.embeddings.embed import Embedder, TextRole, VectorOptions
 from bert_jax.embeddings.search import SearchHit
@@ -227,6 +227,24 @@ def embed(
 ) -> Floats:
     """Returns the vector of each text, float32 [texts, W]; see `LoadedModel.embed`."""
     return _load(model).embed(texts, pooling, layers, normalize, role)
+
+
+def whiten(
+    model: LoadedModel | Path, texts: Texts, workdir: Path, dimensions: int = 0
+) -> LoadedModel:
+    """Makes a base whose vectors are whitened (Su et al. 2021), and loads the base.
+
+    Args:
+      model: a run or base with one vector for each text, or the path of one.
+      texts: thousands of texts of the kind that will be compared, without labels.
+      workdir: the folder of the base, which must not exist.
+      dimensions: numbers of the new vectors; 0: as many as the model's have.
+    """
+    target = epath.Path(workdir)
+    copies.require_new_folder(target)
+    lines = ((f"texts[{number}]", text) for number, text in enumerate(list_texts(texts)))
+    whitening.whiten(_load(model), lines, target, logger.info, dimensions)
+    return load(target)
 
 
 def search(

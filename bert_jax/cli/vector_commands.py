@@ -20,6 +20,7 @@ from bert_jax.cli.parsing import Argument, CommandTable, integer, number, reject
 from bert_jax.config import Parallelism, source_of
 from bert_jax.errors import FINISHED, InputError, printable
 from bert_jax.process import logger
+from bert_jax.storage import copies
 from bert_jax.storage.workdir import Workdir, holds_task
 
 if typing.TYPE_CHECKING:
@@ -196,6 +197,40 @@ def search(args: argparse.Namespace) -> int:
     if count := embedder.truncated_texts - truncated_texts:
         limit = embedder.token_limit("query")
         logger.warning("truncated to %d tokens: %d of the queries", limit, count)
+    return FINISHED
+
+
+@COMMANDS.add(
+    "whiten",
+    "make a base whose vectors are whitened: uncorrelated numbers of equal variance",
+    Argument(
+        "text_file",
+        metavar="TEXT_FILE",
+        help="files with a text on each line, of the kind that will be compared; thousands of "
+        "texts, without labels [standard input]",
+        nargs="*",
+    ),
+    Argument("--out", metavar="B", help="folder to write the base to", required=True),
+    Argument(
+        "--dimensions",
+        metavar="N",
+        help="numbers of the new vectors, at most those of the old ones; 0: as many [0]",
+        type=integer(0),
+        default=0,
+    ),
+    shared.RUN_OR_BASE,
+    *shared.MODEL_ARGUMENTS,
+)
+def whiten(args: argparse.Namespace) -> int:
+    """Makes a base whose vectors are whitened."""
+    target = epath.Path(args.out)
+    copies.require_new_folder(target)
+    run = open_run_or_base(args.workdir)
+    from bert_jax.embeddings import whitening
+    from bert_jax.text import line_reader
+
+    lines = line_reader.read(args.text_file) if args.text_file else read_input_lines()
+    whitening.whiten(load_model(run, args), lines, target, print_now, args.dimensions)
     return FINISHED
 
 
