@@ -201,10 +201,11 @@ class Read(_PartItem):
         else:
             writer = words.NumberWriter(folder, corpus.case, corpus.unknown_word)
         output, layouts = _DocumentWriter(folder, writer, corpus), collections.Counter[str]()
-        replaced = empty = 0
+        replaced = empty = excluded = 0
         for document in self.part.documents(corpus, tick):
             if not document.chunks:
-                empty += 1
+                excluded += document.is_excluded
+                empty += not document.is_excluded
                 continue
             layouts[document.layout] += 1
             for chunk in document.chunks:
@@ -214,11 +215,11 @@ class Read(_PartItem):
                 output.add(chunk, sentence_splitter.split(single, corpus.language))
             output.end()
         output.close()
-        writer.close()
         return {
             "layouts": layouts,
             "replaced": replaced,
             "empty": empty,
+            "excluded": excluded,
             "sources": hashes,
             "offsets": writer.offsets,
             "long_words": writer.long_words,
@@ -234,8 +235,7 @@ class _DocumentWriter:
         self._writer, self._corpus = writer, corpus
         names = ("sentences.bin", "documents.bin")
         self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
-        # The hash of the current document.
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256()  # of the text of the current document
         # If documents may be cut: the offsets at which its sentences begin in the file `_text`.
         self._bounds = [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
@@ -292,7 +292,7 @@ class _DocumentWriter:
 
     def close(self) -> None:
         self._write_documents()
-        for file in (*self._files, self._text):
+        for file in (*self._files, self._text, self._writer):
             file.close()
 
 
