@@ -249,9 +249,10 @@ class _DocumentWriter:
     def add(self, chunk: str, chunk_sentences: list[str]) -> None:
         """Adds a chunk of a document, and its sentences."""
         self._digest.update(chunk.encode("utf-8", "surrogatepass"))
-        for sentence in chunk_sentences if self._corpus.cut_documents else ():
-            line = f"{sentence}\n".encode("utf-8", "surrogatepass")
-            self._bounds.append(self._bounds[-1] + self._text.write(line))
+        if self._corpus.cut_documents:
+            lines = [f"{s}\n".encode("utf-8", "surrogatepass") for s in chunk_sentences]
+            self._text.write(b"".join(lines))
+            self._bounds += itertools.accumulate(map(len, lines), initial=self._bounds.pop())
         self._waiting += chunk_sentences
         self._count += len(chunk_sentences)
         self._size += len(chunk)
@@ -358,11 +359,9 @@ class WriteShards(WorkItem):
                         writers[split] = dataset.ShardWriter(path, tok.unk_id)
                     writers[split].add(ids, lengths)
                 tick(self.bytes / len(self.splits))
-        record = {}
-        for split, writer in sorted(writers.items()):
+        for writer in writers.values():
             writer.close()
-            record[dataset.SPLITS[split]] = writer.counts
-        return record
+        return {dataset.SPLITS[split]: writer.counts for split, writer in sorted(writers.items())}
 
     def _read_documents(
         self, tok: tokenizer.Tokenizer, scratch: pathlib.Path
