@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_409,
     "benchmarks": 3_624,
     "experiments": 1_841,
-    "tests": 42_129,
+    "tests": 42_128,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -67,10 +67,10 @@ def kind_of_file(path: str) -> str:
 
 
 def parse_quality(quality: str) -> tuple[str, float, float]:
-    """Returns FIELD, MIN and BELOW of a value of `Corpus.quality`; without BELOW it is infinity.
+    """Returns FIELD, MIN and BELOW of a value of `Corpus.quality`; BELOW is infinity by default.
 
     Raises:
-      ValueError: it has another form, a MIN or BELOW that is no number, or a MIN that is too large.
+      ValueError: the value has another form, or MIN is not below BELOW.
     """
     parts = quality.split(":")
     field, least, bound = parts if len(parts) != 2 else (*parts, "inf")
@@ -116,9 +116,9 @@ class Corpus(Section, role="identity", label="corpus"):
     # within data), or the column of a table. Several sources may have one each, in their order:
     # text,body.
     text_field: str = "text"
-    # FIELD:MIN reads only the documents whose number in FIELD is at least MIN; FIELD:MIN:BELOW only
-    # those that are also below BELOW. Several sources may have one each, in their order; nothing
-    # reads all documents: score:3, (the second source has no scores).
+    # Documents that are read. FIELD:MIN: those whose number in FIELD is at least MIN;
+    # FIELD:MIN:BELOW: those that are also below BELOW; empty: all. Several sources may have one
+    # each, in their order: score:3, reads all documents of the second source.
     quality: str = ""
     # Encoding of text files, by its name in Python, such as latin-1.
     encoding: _Encoding = "utf-8"

@@ -8,6 +8,8 @@ import random
 import numpy as np
 import pyarrow.parquet
 import pytest
+import samples
+import tensorflow_datasets as tfds
 from etils import epath
 from test_corpus import SIZE, document, quiet, write_vocab
 
@@ -15,7 +17,6 @@ from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.errors import InputError
 from bert_jax.text import documents
-from bert_jax.text.records import SourceRecord
 
 # Records of ten documents of each score 0, 0.5, ..., 3.5; the numbers at both ends of [2, 3) occur.
 SCORES = [n % 8 / 2 for n in range(80)]
@@ -48,11 +49,15 @@ def test_documents_in_the_range_are_read_from_records_of_each_kind(tmp_path):
         "meta.score:2": [row["text"].strip() for row in ROWS if row["meta"]["score"] >= 2],
         "meta.score:2:3": [row["text"].strip() for row in ROWS if 2 <= row["meta"]["score"] < 3],
     }
+    features = {"text": tfds.features.Text(), "meta": {"score": np.float32}}
+    dataset = samples.ready_dataset(tmp_path / "tfds", "scored", features, {"train": ROWS})
+    sources = [f"tfds_dir:{dataset}"]
     for path in (tmp_path / "a.jsonl", tmp_path / "a.csv", tmp_path / "a.parquet"):
-        (write_lines if path.suffix == ".jsonl" else write_table)(path, ROWS)
+        sources.append(str((write_lines if path.suffix == ".jsonl" else write_table)(path, ROWS)))
+    for source in sources:
         for quality, texts in expected.items():
-            settings = Corpus(sources=(str(path),), quality=quality)
-            assert [found.text for found in documents.read(settings)] == texts, path
+            settings = Corpus(sources=(source,), quality=quality)
+            assert [found.text for found in documents.read(settings)] == texts, source
 
 
 def test_a_corpus_of_bands_has_the_bytes_of_one_of_divided_files(tmp_path, monkeypatch):
@@ -115,9 +120,3 @@ def test_a_missing_column_of_a_table_is_named_with_the_others(tmp_path):
     settings = Corpus(sources=(f"parquet:{path}",), quality="score:1")
     with pytest.raises(InputError, match=r"a\.parquet: no column 'score' .*'meta\.score'"):
         next(documents.read(settings))
-
-
-def test_numbers_of_tables_and_of_tfds_are_read():
-    values = ["2.5", np.float32(2.5), np.float64(2.5), 2.5]
-    found = [SourceRecord("a:1", ["score"], [value]).number("score") for value in values]
-    assert found == [2.5] * 4
