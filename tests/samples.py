@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from bert_jax import config
 from bert_jax.config import Data, Experiment, Model, Optimizer, Parallelism
 from bert_jax.data import batches, corpus, stream
 from bert_jax.data.plans import Plans, PlanSpec
+from bert_jax.text.vocabulary import WordCounts
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -35,6 +36,13 @@ OPTIMIZER = Optimizer(
     name="adamw", peak_learning_rate=1e-2, warmup_steps=2, schedule="linear", eps=1e-4
 )
 TOTAL = 100
+
+
+def word_counts(counts: Mapping[str, int]) -> WordCounts:
+    """Counts of words that all train a vocabulary."""
+    counted = WordCounts(sorted(counts), [counts[word] for word in sorted(counts)])
+    counted.add(counts)
+    return counted
 
 
 def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:

@@ -9,6 +9,7 @@ import hf_folder
 import ml_dtypes
 import numpy as np
 import pytest
+import samples
 from compare import assert_identical
 from damage import REFUSED, damage, result
 from etils import epath
@@ -61,7 +62,7 @@ def vocab_txt(tmp_path_factory):
 def model_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("model") / "a.model"
     lines = [f"wa w{i} streets and tokens of {i * 7} words" for i in range(300)]
-    counted = vocabulary.WordCounts.of(collections.Counter(" ".join(lines).split()))
+    counted = samples.word_counts(collections.Counter(" ".join(lines).split()))
     file.write_bytes(tokenizer_training.train_sentencepiece(counted, 60, "unigram"))
     return file
 

@@ -116,6 +116,12 @@ corpus.language=xx
 corpus.document_starts=(
 corpus.language=french -> did you mean fr
 corpus.text_field=a,b,c
+corpus.quality=score:1,score:2,score:3 -> corpus.sources
+corpus.quality=,score:x -> FIELD:MIN
+corpus.quality=,score:3:3 -> FIELD:MIN
+corpus.quality=,score:nan -> FIELD:MIN
+corpus.quality=,score -> FIELD:MIN
+corpus.quality=score:3 -> text:a
 corpus.validation_share=0
 name={"x" * 300}
 """

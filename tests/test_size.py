@@ -40,8 +40,8 @@ ABOVE = {
     ".": 1_164,
     "checkpoints": 1_243,
     "cli": 2_514,
-    "config": 2_813,
-    "data": 4_078,
+    "config": 2_847,
+    "data": 4_088,
     "distributed": 1_202,
     "embeddings": 2_014,
     "interop": 3_388,
@@ -50,12 +50,12 @@ ABOVE = {
     "serve": 766,
     "storage": 2_127,
     "tasks": 5_504,
-    "text": 3_268,
-    "tools": 9_207,
+    "text": 3_317,
+    "tools": 9_209,
     "training": 2_409,
     "benchmarks": 3_624,
     "experiments": 1_841,
-    "tests": 41_985,
+    "tests": 42_128,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

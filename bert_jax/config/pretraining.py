@@ -408,7 +408,7 @@ class Experiment(Section, role="identity", label="experiment"):
             yield "objective", f"needs whole rows; remove data.attention={data.attention}"
 
     def _mixture_problems(self) -> Iterator[Problem]:
-        corpus, unused = self.corpus, {*self.corpus.sources}
+        corpus, unused = self.corpus, dict(enumerate(self.corpus.source_labels))
         for number, phase in enumerate(self.phases):
             name = "mixture" if phase.mixture else "temperature"
             if (phase.mixture or phase.temperature) and not corpus.is_mixed:
@@ -420,9 +420,9 @@ class Experiment(Section, role="identity", label="experiment"):
             if problem := corpus.mixture_problem(weights, temperature):
                 yield f"phases.{number}.mixture", problem
             weights = weights or (1.0,) * len(corpus.sources)
-            unused -= {s for s, weight in zip(corpus.sources, weights, strict=True) if weight}
-        if unused:
-            yield "corpus.mixture", f"{min(unused)} has weight 0 in every phase; remove the source"
+            unused = {n: label for n, label in unused.items() if not weights[n]}
+        for label in unused.values():
+            yield "corpus.mixture", f"{label} has weight 0 in every phase; remove the source"
 
     def _parallelism_problems(self) -> Iterator[Problem]:
         parallelism, heads = self.parallelism, self.model.num_attention_heads

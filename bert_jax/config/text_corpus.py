@@ -1,6 +1,5 @@
 """The section `corpus` of a pre-training: which text is read, and how it becomes token ids."""
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -67,6 +66,19 @@ def kind_of_file(path: str) -> str:
     return ""
 
 
+def parse_quality(quality: str) -> tuple[str, float, float]:
+    """Returns FIELD, MIN and BELOW of a value of `Corpus.quality`; BELOW is infinity by default.
+
+    Raises:
+      ValueError: the value has another form, or MIN is not below BELOW.
+    """
+    parts = quality.split(":")
+    field, least, bound = parts if len(parts) != 2 else (*parts, "inf")
+    if not (field and float(least) < float(bound)):
+        raise ValueError
+    return field, float(least), float(bound)
+
+
 # In each block of this many rows every source of a mixture has exactly its share.
 MIXED_ROWS = 4096
 LEAST_SHARE = f"less than one row in {MIXED_ROWS:,}"
@@ -104,6 +116,10 @@ class Corpus(Section, role="identity", label="corpus"):
     # within data), or the column of a table. Several sources may have one each, in their order:
     # text,body.
     text_field: str = "text"
+    # Documents that are read. FIELD:MIN: those whose number in FIELD is at least MIN;
+    # FIELD:MIN:BELOW: those that are also below BELOW; empty: all. Several sources may have one
+    # each, in their order: score:3, reads all documents of the second source.
+    quality: str = ""
     # Encoding of text files, by its name in Python, such as latin-1.
     encoding: _Encoding = "utf-8"
     # What to do about bytes that are invalid in this encoding; replace: they become U+FFFD, which
@@ -151,10 +167,12 @@ class Corpus(Section, role="identity", label="corpus"):
                 )
         if problem := self.mixture_problem(self.mixture, self.temperature):
             yield "mixture", problem
-        fields, sources = len(self._fields()), len(self.sources)
-        if fields not in (1, sources):
-            why = f"{fields} fields for {sources} corpus.sources; give one for all, or one each"
-            yield "text_field", why
+        for name in ("text_field", "quality"):
+            values, sources = len(self._values(name)), len(self.sources)
+            if values != sources:
+                why = f"{values} values for {sources} corpus.sources; give one for all, or one each"
+                yield name, why
+        yield from self._quality_problems()
         codes, near = _LANGUAGES.split(), self.language[:2].lower()
         if self.language.partition("-")[0] not in codes:
             hint = f"did you mean {near}? " if near in codes else ""
@@ -163,17 +181,33 @@ class Corpus(Section, role="identity", label="corpus"):
             why = "with corpus.layout=sentences_by_line a blank line ends a document; remove it"
             yield "document_starts", why
 
-    def _fields(self) -> list[str]:
+    def _quality_problems(self) -> Iterator[Problem]:
+        for source, quality in zip(self.sources, self._values("quality"), strict=False):
+            if quality and not _accepts(parse_quality, quality):
+                yield "quality", f"{quality!r}: write FIELD:MIN or FIELD:MIN:BELOW, as in score:2:3"
+            elif quality and source.startswith("text:"):
+                yield "quality", f"{source} has no fields; give it an empty value, as in score:3,"
+
+    def _values(self, name: Literal["text_field", "quality"]) -> list[str]:
+        """Returns the value of each source; too few or too many if the user gave so many."""
+        value, count = getattr(self, name), len(self.sources)
         # The column of a single source may have a comma in its name.
-        return self.text_field.split(",") if len(self.sources) > 1 else [self.text_field]
+        values = value.split(",") if count > 1 else [value]
+        return values * count if len(values) == 1 else values
 
     def split_by_source(self) -> "tuple[Corpus, ...]":
-        """Returns one corpus for each source, with its text field."""
-        fields = itertools.cycle(self._fields())
+        """Returns one corpus for each source, with its text field and its quality."""
+        values = self.sources, self._values("text_field"), self._values("quality")
         return tuple(
-            replace(self, sources=(source,), text_field=field, mixture=(), temperature=0.0)
-            for source, field in zip(self.sources, fields, strict=False)
+            replace(self, sources=(s,), text_field=f, quality=q, mixture=(), temperature=0.0)
+            for s, f, q in zip(*values, strict=True)
         )
+
+    @property
+    def source_labels(self) -> list[str]:
+        """Returns each source with its quality, since one may be listed with several ranges."""
+        qualities = self._values("quality")
+        return [" ".join(filter(None, pair)) for pair in zip(self.sources, qualities, strict=True)]
 
     @property
     def is_mixed(self) -> bool:

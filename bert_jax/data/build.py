@@ -180,6 +180,7 @@ class CorpusBuilder:
             "tokenizer": {"kind": tok.kind, "case": tok.case, "sha256": tok.sha256},
             "documents_repeated": repeated,
             "documents_empty": sum(record["empty"] for record in records),
+            "documents_excluded": sum(record["excluded"] for record in records),
             **dropped,
             "layouts": dict(layouts),
             "splits": counts,
@@ -263,9 +264,9 @@ class CorpusBuilder:
         counting = [parts.CountWords(location, corpus, part) for part in planned]
         self._remove_other_parts({item.name for item in (*items, *counting)})
         results = self._run("tokenizing" if shared else "reading", items, self._report)
-        long_words, replaced, empty = (
+        long_words, replaced, empty, excluded = (
             sum(record[name] for _, record in results)
-            for name in ("long_words", "replaced", "empty")
+            for name in ("long_words", "replaced", "empty", "excluded")
         )
         if long_words:
             untrained = ", and no vocabulary is trained on them"
@@ -283,6 +284,8 @@ class CorpusBuilder:
             )
         if empty:
             self._report(f"prepare: skipped {pluralize(empty, 'empty document')}")
+        if excluded:
+            self._report(f"prepare: excluded {pluralize(excluded, 'document')} by corpus.quality")
         return results
 
     def _remove_other_parts(self, names: set[str]) -> None:
@@ -370,7 +373,7 @@ class CorpusBuilder:
         counts = (record.get("train", {"documents": 0})["documents"] for _, record in written)
         # Each sum takes the next parts of the iterator.
         document_counts = [sum(itertools.islice(counts, number)) for number in part_counts]
-        for source, count in zip(self._corpus.sources, document_counts, strict=True):
+        for source, count in zip(self._corpus.source_labels, document_counts, strict=True):
             if count < _LEAST_DOCUMENTS_PER_SOURCE:
                 raise InputError(
                     f"corpus.mixture: {source} has {pluralize(count, 'document')} to train on, and "

@@ -221,18 +221,18 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
 def require_enough_text(folder: epath.Path, experiment: Experiment) -> None:
     """Raises InputError if a split of a corpus is too small for one row of a phase."""
     # The rows are not used: planning raises InputError if there is none.
-    data, key, folder = experiment.data, (0, 0), ensure_local(folder)
+    corpus, data, key, folder = experiment.corpus, experiment.data, (0, 0), ensure_local(folder)
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
     if data.row_kind != "sentences":
         pairs.sample(validation, length, data.short_seq_prob, key, max_pairs=1, kind=data.row_kind)
     else:
         sentences.plan(validation, length, key, most_rows=1)
     train, manifest = open_stream(folder, "train"), open_manifest(folder)
-    sources = mixture.split_sources(manifest, train) if experiment.corpus.is_mixed else []
+    sources = mixture.split_sources(manifest, train) if corpus.is_mixed else []
     for number, phase in enumerate(experiment.phases):
         row_kind, length = experiment.data_of(number).row_kind, phase.sequence_length
         weights = mixture.phase_weights(experiment, number, sources) if sources else ()
-        for name, part, weight in zip(experiment.corpus.sources, sources, weights, strict=False):
+        for name, part, weight in zip(corpus.source_labels, sources, weights, strict=False):
             if weight:
                 mixture.require_row(name, part, length, row_kind)
         if row_kind == "sentences" and not sources:

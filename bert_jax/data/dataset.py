@@ -64,17 +64,25 @@ def serialize_document(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
 
 def _field(number: int, value: bytes) -> bytes:
     """Returns a length-delimited field of a message, as protobuf encodes it."""
-    return _varints(np.array([number << 3 | 2, len(value)])) + value
+    encoded, length = bytearray(), len(value)
+    while length > 127:  # 7 bits a byte, as in `_varints`, which is slow for a single number
+        encoded.append(length & 127 | 128)
+        length >>= 7
+    return bytes([number << 3 | 2, *encoded, length]) + value
 
 
 def _varints(values: np.ndarray) -> bytes:
-    """Returns numbers below 2^35 as protobuf encodes them: 7 bits a byte, lowest bits first."""
+    """Returns numbers below 2^32 as protobuf encodes them: 7 bits a byte, lowest bits first."""
     chunks = []
     for start in range(0, len(values), _VARINT_BLOCK):
-        block = values[start : start + _VARINT_BLOCK, None].astype(np.int64)
-        shifted = block >> np.arange(0, 35, 7)
-        encoded = ((shifted & 127) | ((shifted > 127) << 7)).astype(np.uint8)  # 128: more follows
-        is_used = (shifted > 0) | (np.arange(5) == 0)  # 0 takes one byte
+        block = values[start : start + _VARINT_BLOCK].astype(np.uint32)
+        columns: list[np.ndarray] = [block]  # the bits that are left for each byte
+        while columns[-1].max() > 127:
+            columns.append(columns[-1] >> 7)
+        shifted = np.stack(columns, axis=1)
+        encoded = (shifted & 127 | (shifted > 127) << 7).astype(np.uint8)  # 128: more follows
+        is_used = shifted > 0
+        is_used[:, 0] = True  # 0 takes one byte
         chunks.append(encoded[is_used].tobytes())
     return b"".join(chunks)
 

@@ -128,7 +128,7 @@ def phase_weights(experiment: Experiment, phase: int, parts: Sequence[Stream]) -
     weights = weights / weights.max() * (sizes / sizes.max()) ** corpus.temperature
     too_small = (weights > 0) & (weights * BLOCK_ROWS < weights.sum())
     if corpus.temperature and too_small.any():  # with temperature 0, `Corpus` has checked this
-        name = corpus.sources[int(too_small.argmax())]
+        name = corpus.source_labels[int(too_small.argmax())]
         raise InputError(
             f"phases.{phase}: with temperature {corpus.temperature:g}, {name} has {LEAST_SHARE}; "
             f"lower the temperature, or set its weight in phases.{phase}.mixture higher or to 0"
@@ -140,7 +140,7 @@ def describe_shares(experiment: Experiment, parts: Sequence[Stream]) -> list[str
     """Returns a line for each source: its share of the rows of each phase."""
     weights = [phase_weights(experiment, n, parts) for n in range(len(experiment.phases))]
     lines = []
-    for source, name in enumerate(experiment.corpus.sources):
+    for source, name in enumerate(experiment.corpus.source_labels):
         shares = ", then ".join(f"{w[source] / w.sum():.2%}" for w in weights)
         lines.append(f"mixture: {printable(source_name(name))}: {shares} of rows")
     return lines

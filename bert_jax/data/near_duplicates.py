@@ -37,7 +37,7 @@ from bert_jax.data.work_items import Tick, WorkItem, local_file
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.text import line_reader, words
 from bert_jax.text import sources as text_sources
-from bert_jax.text.tokenizer import Case, Splitter
+from bert_jax.text.tokenizer import Case, basic_tokens
 
 # Bands of MinHashes and the number in each; words of an n-gram whose hashes are minimised.
 BANDS, _ROWS, _MINHASH_WORDS = 16, 8, 5
@@ -219,13 +219,13 @@ def _evaluation_ngrams(
 ) -> np.ndarray:
     """Returns the hashes of all n-grams of 13 words within lines, uint64, sorted, without repeats.
 
-    Words are those of the corpus: tokens, or, without a tokenizer, those of `Splitter`.
+    Words are those of the corpus: tokens, or, without a tokenizer, those of `basic_tokens`.
     """
-    splitter, tokenizer = Splitter(case), load_tokenizer(shared) if shared else None
+    tokenizer = load_tokenizer(shared) if shared else None
 
     def split(line: str) -> list[str]:
         if tokenizer is None:
-            return splitter.words([line])
+            return basic_tokens(line, case)
         return [tokenizer.token(token_id) for token_id in tokenizer.encode_after_space(line)]
 
     ngrams = [np.zeros(0, np.uint64)]

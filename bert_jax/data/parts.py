@@ -201,10 +201,11 @@ class Read(_PartItem):
         else:
             writer = words.NumberWriter(folder, corpus.case, corpus.unknown_word)
         output, layouts = _DocumentWriter(folder, writer, corpus), collections.Counter[str]()
-        replaced = empty = 0
+        replaced = empty = excluded = 0
         for document in self.part.documents(corpus, tick):
             if not document.chunks:
-                empty += 1
+                excluded += document.is_excluded
+                empty += not document.is_excluded
                 continue
             layouts[document.layout] += 1
             for chunk in document.chunks:
@@ -214,11 +215,11 @@ class Read(_PartItem):
                 output.add(chunk, sentence_splitter.split(single, corpus.language))
             output.end()
         output.close()
-        writer.close()
         return {
             "layouts": layouts,
             "replaced": replaced,
             "empty": empty,
+            "excluded": excluded,
             "sources": hashes,
             "offsets": writer.offsets,
             "long_words": writer.long_words,
@@ -234,8 +235,7 @@ class _DocumentWriter:
         self._writer, self._corpus = writer, corpus
         names = ("sentences.bin", "documents.bin")
         self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
-        # The hash of the current document.
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256()  # of the text of the current document
         # If documents may be cut: the offsets at which its sentences begin in the file `_text`.
         self._bounds = [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
@@ -249,9 +249,10 @@ class _DocumentWriter:
     def add(self, chunk: str, chunk_sentences: list[str]) -> None:
         """Adds a chunk of a document, and its sentences."""
         self._digest.update(chunk.encode("utf-8", "surrogatepass"))
-        for sentence in chunk_sentences if self._corpus.cut_documents else ():
-            line = f"{sentence}\n".encode("utf-8", "surrogatepass")
-            self._bounds.append(self._bounds[-1] + self._text.write(line))
+        if self._corpus.cut_documents:
+            lines = [f"{s}\n".encode("utf-8", "surrogatepass") for s in chunk_sentences]
+            self._text.write(b"".join(lines))
+            self._bounds += itertools.accumulate(map(len, lines), initial=self._bounds.pop())
         self._waiting += chunk_sentences
         self._count += len(chunk_sentences)
         self._size += len(chunk)
@@ -292,7 +293,7 @@ class _DocumentWriter:
 
     def close(self) -> None:
         self._write_documents()
-        for file in (*self._files, self._text):
+        for file in (*self._files, self._text, self._writer):
             file.close()
 
 
@@ -358,11 +359,9 @@ class WriteShards(WorkItem):
                         writers[split] = dataset.ShardWriter(path, tok.unk_id)
                     writers[split].add(ids, lengths)
                 tick(self.bytes / len(self.splits))
-        record = {}
-        for split, writer in sorted(writers.items()):
+        for writer in writers.values():
             writer.close()
-            record[dataset.SPLITS[split]] = writer.counts
-        return record
+        return {dataset.SPLITS[split]: writer.counts for split, writer in sorted(writers.items())}
 
     def _read_documents(
         self, tok: tokenizer.Tokenizer, scratch: pathlib.Path

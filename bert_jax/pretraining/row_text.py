@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from bert_jax.config import Data, Experiment
+from bert_jax.config import Corpus, Data, Experiment
 from bert_jax.data.batches import Batch, TrainBatches
 from bert_jax.data.mixture import MixedBatches
 from bert_jax.errors import InputError, printable
@@ -22,7 +22,7 @@ def show(experiment: Experiment, prepared: PreparedCorpus, step: int, rows: int)
     phase, data = experiment.phases[phase_index], experiment.data_of(phase_index)
     train, phase_step = prepared.train_batches(experiment, phase_index), step - first_step
     batch = train.batch(phase_step, indices=np.arange(phase.batch_size))
-    origins, notes = _origins(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
+    origins, notes = _origins(train, batch["rows"].astype(np.int64), experiment.corpus)
     yield Text(
         f"step {step}: phase {phase_index}, its step {phase_step} of {phase.steps}, "
         f"{phase.batch_size} rows of {phase.sequence_length}"
@@ -40,14 +40,14 @@ def show(experiment: Experiment, prepared: PreparedCorpus, step: int, rows: int)
 
 
 def _origins(
-    train: TrainBatches | MixedBatches, rows: np.ndarray, sources: tuple[str, ...]
+    train: TrainBatches | MixedBatches, rows: np.ndarray, corpus: Corpus
 ) -> tuple[list[str], list[str]]:
     """Returns a description of the origin of each row, and lines about the whole batch.
 
     `rows` are the row numbers in the phase, int64 [B].
     """
     if isinstance(train, MixedBatches):
-        indices, numbers = train.order.locate(rows)
+        (indices, numbers), sources = train.order.locate(rows), corpus.source_labels
         counts = np.bincount(indices, minlength=len(sources)).tolist()
         notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
         return [f"{sources[i]}, its row {n}" for i, n in zip(indices, numbers, strict=True)], notes

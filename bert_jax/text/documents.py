@@ -23,6 +23,7 @@ from typing import IO, Literal, NoReturn
 import pyarrow
 
 from bert_jax.config import Corpus
+from bert_jax.config.text_corpus import parse_quality
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets, copies
 from bert_jax.text import line_reader, records, sources, tfds_files
@@ -73,6 +74,7 @@ class Document:
     chunks: Iterable[str]
     layout: Layout  # the meaning of its lines
     line: int  # the first line in the file; 0 for a record
+    is_excluded: bool = False  # by `Corpus.quality`; it has no chunks
 
     @functools.cached_property
     def text(self) -> str:
@@ -114,6 +116,7 @@ class Extent:
     before: int = 0  # records of the dataset before this shard
     bytes: int = 0  # bytes to read, roughly
     entry: buckets.ObjectEntry | None = None  # the object's metadata, if the file is in a bucket
+    quality: str = ""  # `Corpus.quality` of the source
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -133,7 +136,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
     Compressed, TFRecord and CSV files, remote files other than Parquet, and texts in other layouts
     are never cut. With `most=0` no file is cut.
     """
-    (source,), field = corpus.sources, corpus.text_field
+    (source,), field, quality = corpus.sources, corpus.text_field, corpus.quality
     kind, _, path = source.partition(":")
     if kind in ("tfds", "tfds_dir"):
         folder = tfds_files.find(path) if kind == "tfds" else path
@@ -143,7 +146,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
             for start, stop in itertools.pairwise(bounds):
                 part = start, stop, count, before, size // parts
-                yield Extent("tfds", str(path), field, str(folder), *part)
+                yield Extent("tfds", str(path), field, str(folder), *part, quality=quality)
             before += count
         return
     files = sources.require_files(source)
@@ -153,14 +156,16 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
             divide = functools.partial(records.divide_parquet, column=field, most=most)
             for (path, entry), parts in zip(files.items(), pool.map(divide, files), strict=True):
                 for start, stop, size in parts:
-                    yield Extent(kind, path, field, "", start, stop, bytes=size, entry=entry)
+                    where = kind, path, field, "", start, stop
+                    yield Extent(*where, bytes=size, entry=entry, quality=quality)
         return
     for path, entry in files.items():
         size = sources.stat(path, entry=entry)["bytes"]
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield Extent(kind, path, field, "", start, stop, bytes=length, entry=entry)
+            where = kind, path, field, "", start, stop
+            yield Extent(*where, bytes=length, entry=entry, quality=quality)
 
 
 def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
@@ -188,13 +193,16 @@ def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
 def read_extent(
     extent: Extent, corpus: Corpus, on_read: OnRead | None = None
 ) -> Iterator[Document]:
-    """Yields the documents of an extent in order; those without any text have no chunks."""
+    """Yields the documents of an extent in order; excluded and empty ones have no chunks."""
     read_lines = functools.partial(_read_lines, extent, corpus, on_read)
     if extent.kind == "text":
         texts = _file_texts(extent, corpus, read_lines)
     else:
         texts = _record_texts(extent, read_lines)
     for name, line, open_text in texts:
+        if open_text is None:
+            yield Document(name, (), "wrapped", line, is_excluded=True)
+            continue
         layout = corpus.layout
         if layout == "per_file":
             is_long = any(len(line) > _WRAPPED_LINE for line in _split_lines(open_text()))
@@ -346,7 +354,8 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
 def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[SourceRecord]:
     path, start, stop = extent.path, extent.start, extent.stop
     if extent.kind == "parquet":
-        return records.read_parquet(path, extent.field, start, stop)
+        quality_field = extent.quality and parse_quality(extent.quality)[0]
+        return records.read_parquet(path, extent.field, start, stop, quality_field)
     if extent.kind == "tfds":
         examples = tfds_files.shard_records(extent.folder, path, extent.count, start, stop)
         numbered = enumerate(examples, extent.before + start)
@@ -355,10 +364,16 @@ def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[SourceReco
     return records.parse(extent.kind, read_lines("by line"), path, on_broken=refuse)
 
 
-def _record_texts(extent: Extent, read_lines: _ReadLines) -> Iterator[tuple[str, int, _OpenText]]:
-    """Yields the location, 0 and the text of each record."""
+def _record_texts(
+    extent: Extent, read_lines: _ReadLines
+) -> Iterator[tuple[str, int, _OpenText | None]]:
+    """Yields the location, 0 and the text of each record; None for the text if it is excluded."""
+    field, least, bound = parse_quality(extent.quality) if extent.quality else ("", 0.0, 0.0)
     for record in _read_records(extent, read_lines):
         try:
+            if field and not least <= record.number(field) < bound:
+                yield record.location, 0, None
+                continue
             text = record.text(extent.field)
         except InputError as error:
             _refuse_record(extent, record.location, error)

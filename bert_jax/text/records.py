@@ -12,6 +12,7 @@ Blank lines of tables and of JSON lines are not records.
 import contextlib
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # What to do about a column of a corpus that is missing or holds no texts.
 _TEXT_FIELD_ADVICE = "name one with --set corpus.text_field=..."
+_QUALITY_ADVICE = "name another field with --set corpus.quality=FIELD:MIN"
 # Advice for tables with another separator.
 _SEPARATORS = {
     ";": "semicolons: write it with commas",
@@ -78,6 +80,17 @@ class SourceRecord(NamedTuple):
         raise InputError(
             f"{self.location}: column {column!r} is {quote_value(value)}, not a text; the columns "
             f"are {self._quote_columns()}; {_TEXT_FIELD_ADVICE}"
+        )
+
+    def number(self, column: str) -> float:
+        """Returns the finite number in a column that `corpus.quality` names; texts are parsed."""
+        value = self.value(column, _QUALITY_ADVICE)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(number := float(value)) and not isinstance(value, bool):
+                return number
+        raise InputError(
+            f"{self.location}: column {column!r} is {quote_value(value)}, not a finite number; "
+            "correct or remove the record, or change corpus.quality"
         )
 
     def _quote_columns(self) -> str:
@@ -285,29 +298,32 @@ def divide_parquet(path: str, column: str, most: int) -> list[tuple[int, int, in
     return [*complete, (first, len(sizes), size)] if sizes else []
 
 
-def read_parquet(path: str, column: str, start: int, stop: int) -> Iterator[SourceRecord]:
-    """Yields a record with the text of each row, which may be null.
+def read_parquet(
+    path: str, column: str, start: int, stop: int, quality_column: str = ""
+) -> Iterator[SourceRecord]:
+    """Yields a record with the text of each row, which may be null, and its quality if asked for.
 
     Reads the row groups from `start` until before `stop`; -1: to the end. `article.text` means the
     column `text` within the column `article`.
     """
-    with _open_parquet(path, column) as (file, _):
+    with _open_parquet(path, column, quality_column) as (file, _):
+        columns = [column, quality_column] if quality_column else [column]
         try:
             groups = range(file.metadata.num_row_groups)
             number = sum(file.metadata.row_group(group).num_rows for group in groups[:start])
             selected = groups[start:] if stop < 0 else groups[start:stop]
-            for batch in file.iter_batches(_ROWS, row_groups=list(selected), columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    while isinstance(text, dict):  # a column within another
-                        (text,) = text.values()
-                    yield SourceRecord(f"{path}:{number}", [column], [text])
+            for batch in file.iter_batches(_ROWS, row_groups=list(selected), columns=columns):
+                for fields in batch.to_pylist():
+                    yield SourceRecord.from_dict(f"{path}:{number}", fields)
                     number += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise InputError(f"{path}: damaged Parquet file ({error})") from error
 
 
 @contextlib.contextmanager
-def _open_parquet(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.ParquetFile, int]]:
+def _open_parquet(
+    path: str, column: str, quality_column: str = ""
+) -> Iterator[tuple[pyarrow.parquet.ParquetFile, int]]:
     """Opens a Parquet file; yields it and the index of its column of texts."""
     with line_reader.translate_errors(path), line_reader.open_raw(path) as data:
         try:
@@ -316,7 +332,10 @@ def _open_parquet(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.Parq
             raise InputError(f"{path}: cannot be read as Parquet ({error})") from error
         schema = file.metadata.schema
         names = [schema.column(number).path for number in range(len(schema))]
-        index: int = SourceRecord(path, names, range(len(names))).value(column, _TEXT_FIELD_ADVICE)
+        columns = SourceRecord(path, names, range(len(names)))
+        index: int = columns.value(column, _TEXT_FIELD_ADVICE)
+        if quality_column:  # must exist, too
+            columns.value(quality_column, _QUALITY_ADVICE)
         texts = schema.column(index)
         if texts.logical_type.type != "STRING" or texts.max_repetition_level:
             raise InputError(

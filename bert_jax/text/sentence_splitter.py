@@ -62,5 +62,7 @@ def _segment(text: str, language: str, blanked: dict[int, str]) -> list[str]:
     plain = text if blanked is _BLANKED and text.isascii() else text.translate(blanked)
     with TranslateRustErrors(lambda: f"sentencex cannot split {excerpt(text)}; remove this text"):
         sentences = sentencex.segment(language, plain)
+    if plain is text and "".join(sentences) == text:  # as for most texts
+        return sentences
     ends = itertools.accumulate(map(len, sentences), initial=0)
     return [text[a:b] for a, b in itertools.pairwise([*ends, len(text)])]

@@ -7,7 +7,6 @@ yields a special id except [UNK].
 
 import functools
 import hashlib
-import itertools
 import json
 import re
 import string
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
+import pyarrow
 import sentencepiece
 from etils import epath
 
@@ -27,9 +27,6 @@ FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
 MAX_WORD = 200
-# The cache of chunks between whitespace, for sentences that are not ASCII: its number of entries,
-# and the maximum length of a chunk. Longer chunks, as in Chinese, rarely occur twice.
-_CACHED_CHUNKS, _MAX_CACHED_LENGTH = 100_000, 30
 
 Case = Literal["uncased", "cased"]
 
@@ -379,28 +376,50 @@ _SPACED_PUNCTUATION = _Table(
 )
 
 
+# Bytes of UTF-8 that `Splitter` removes, and the kinds of the others. All bytes of a character that
+# is not ASCII are letters: `basic_tokens` has split its sentence before.
+_BLANKS, _CONTROLS = b" \t\r", bytes(_ASCII_CONTROLS)
+_BLANK, _MARK, _LETTER = range(3)
+_KINDS = np.full(256, _LETTER, np.uint8)
+_KINDS[[*_BLANKS]] = _BLANK
+_KINDS[[*string.punctuation.encode(), *b"\n"]] = _MARK
+
+
 class Splitter:
     """Splits many sentences into the words of `basic_tokens`, faster."""
 
     def __init__(self, case: Case):
-        self._case: Case = case
-        # Chunks between whitespace are split independently.
-        split = functools.partial(basic_tokens, case=case)
-        self._words = library.WordCache(split, _CACHED_CHUNKS, _MAX_CACHED_LENGTH)
+        def put_blanks(chunk: str) -> str:
+            return " ".join(basic_tokens(chunk, case))
 
-    def words(self, sentences: Iterable[str]) -> list[str]:
-        """Returns the words, and "\\n" after each sentence; sentences must not contain "\\n"."""
-        words: list[str] = []
-        for sentence in sentences:
-            if sentence.isascii():
-                words += basic_tokens(sentence, self._case)
-            else:
-                if any(char in sentence for char in _BLANK_CONTROLS):
-                    sentence = sentence.translate(_CLEAN)
-                words_of_chunks = map(self._words.__getitem__, sentence.split())
-                words += itertools.chain.from_iterable(words_of_chunks)
-            words.append("\n")
-        return words
+        self._case: Case = case
+        # Chunks between whitespace are split independently. Long ones, as in Chinese, rarely occur
+        # twice.
+        self._chunks = library.WordCache(put_blanks, most=100_000, longest=30)
+
+    def split(self, sentences: Iterable[str]) -> tuple[list[str], np.ndarray]:
+        """Returns the different words, by first use, and the words' indices in them, int32 [words].
+
+        The word "\\n" follows each sentence; no sentence may contain it.
+        """
+        lines = [s if s.isascii() else self._put_blanks(s) for s in sentences]
+        text = "\n".join([*lines, ""]).encode()
+        text = (text.lower() if self._case == "uncased" else text).translate(None, _CONTROLS)
+        kinds = np.frombuffer(text.translate(_KINDS.tobytes()), np.uint8)
+        is_letter = kinds == _LETTER
+        is_first = (kinds == _MARK) | (is_letter & ~np.append(False, is_letter)[:-1])
+        # Arrow's layout of texts: the words without anything between them, and their bounds.
+        text = text.translate(None, _BLANKS)
+        bounds = np.append(np.flatnonzero(is_first[kinds != _BLANK]), len(text))
+        data = map(pyarrow.py_buffer, (bounds, text))
+        words = pyarrow.LargeStringArray.from_buffers(len(bounds) - 1, *data).dictionary_encode()
+        return words.dictionary.to_pylist(), words.indices.to_numpy()
+
+    def _put_blanks(self, sentence: str) -> str:
+        """Returns the words of a sentence with blanks between them."""
+        if any(char in sentence for char in _BLANK_CONTROLS):
+            sentence = sentence.translate(_CLEAN)
+        return " ".join(map(self._chunks.__getitem__, sentence.split()))
 
 
 def word_spans(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ tokens follow the model's own tokens, so that text never yields them.
 """
 
 import collections
+import dataclasses
 import io
 import re
 
@@ -162,8 +163,8 @@ def _scale_counts(counted: WordCounts, most: int) -> WordCounts:
     total = sum(size * count for size, count in zip(sizes, counted.counts, strict=True))
     if total <= most:
         return counted
-    counts = (max(1, count * most // total) for count in counted.counts)
-    return WordCounts.of(dict(zip(counted.words, counts, strict=True)))
+    counts = [max(1, count * most // total) for count in counted.counts]
+    return dataclasses.replace(counted, counts=counts)
 
 
 def _normalizer(steps: list[normalizers.Normalizer], corpus: Corpus) -> normalizers.Normalizer:
@@ -178,7 +179,8 @@ def _pre_tokenize(untrained: tokenizers.Tokenizer, counted: WordCounts) -> WordC
         plain = untrained.normalizer.normalize_str(word)
         for part, _ in untrained.pre_tokenizer.pre_tokenize_str(plain):
             counts[part] += count
-    return WordCounts.of(counts)
+    pre_tokenized = sorted(counts)
+    return WordCounts(pre_tokenized, [counts[word] for word in pre_tokenized])
 
 
 def _add_specials(trained: tokenizers.Tokenizer, vocab_size: int) -> None:

@@ -34,25 +34,17 @@ class WordCounts:
     # Code points of characters after the first one of a word.
     inner: set[int] = dataclasses.field(default_factory=set)
 
-    @classmethod
-    def of(cls, counts: Mapping[str, int]) -> "WordCounts":
-        """Returns word counts with every word in `words`."""
-        counted = cls(sorted(counts), [counts[word] for word in sorted(counts)])
-        counted.add(counts)
-        return counted
-
     def add(self, counts: Mapping[str, int]) -> None:
         """Updates all fields but `words` and `counts` with words that were not added before."""
         codes = np.frombuffer("".join(counts).encode("utf-32-le", "replace"), np.uint32)
         lengths = np.fromiter(map(len, counts), np.int64, len(counts))
-        characters, inverse = np.unique(codes, return_inverse=True)
         weights = np.repeat(np.fromiter(counts.values(), np.int64, len(counts)), lengths)
-        sums = np.bincount(inverse, weights).astype(np.int64)
-        for code, count in zip(characters.tolist(), sums.tolist(), strict=True):
-            self.characters[code] += count
+        sums = np.bincount(codes, weights).astype(np.int64)
+        for code in np.flatnonzero(sums).tolist():
+            self.characters[code] += int(sums[code])
         is_inner = np.ones(len(codes), bool)
         is_inner[np.cumsum(lengths) - lengths] = False
-        self.inner.update(np.unique(codes[is_inner]).tolist())
+        self.inner.update(np.flatnonzero(np.bincount(codes[is_inner])).tolist())
         self.distinct_words += len(counts)
 
     def alphabet(self) -> tuple[list[str], list[str]]:

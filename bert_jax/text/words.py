@@ -74,8 +74,8 @@ class NumberWriter:
             # Their replacements are counted as long words below.
             self.long_words -= sum(s.count(self._unknown_word) for s in sentences)
             sentences = (s.replace(self._unknown_word, _OVERLONG_WORD) for s in sentences)
-        words = self._splitter.words(sentences)
-        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.uint32, len(words))
+        words, indices = self._splitter.split(sentences)
+        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.uint32)[indices]
         self.long_words += int((numbers == self._first + 1).sum())
         is_end = numbers == self._first
         ends = np.flatnonzero(is_end)

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import samples
 import tokenizers
 from etils import epath
 from safetensors import safe_open
@@ -80,7 +81,7 @@ def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
 
 def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
-    model = tokenizer_training.train_sentencepiece(vocabulary.WordCounts.of(words), 40, "bpe")
+    model = tokenizer_training.train_sentencepiece(samples.word_counts(words), 40, "bpe")
     trained = LoadedModel.of(open_workdir("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
@@ -116,7 +117,7 @@ def test_positions_of_an_exported_roberta_start_at_pad_token_id_plus_1(pad_id, t
 def test_a_vocabulary_trained_here_is_exported_unchanged(kind, size, tmp_path):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
     settings = Corpus(sources=("text:x",), tokenizer_kind=kind)
-    ours = tokenizer_training.train(vocabulary.WordCounts.of(words), size, settings)
+    ours = tokenizer_training.train(samples.word_counts(words), size, settings)
     vocabularies.write(ours, 64, huggingface.INPUTS["modern"], epath.Path(tmp_path))
     assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
     says = json.loads((tmp_path / "tokenizer_config.json").read_text())

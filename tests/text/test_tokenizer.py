@@ -11,6 +11,7 @@ import unicodedata
 import numpy as np
 import plain
 import pytest
+import samples
 import sentencepiece
 import tokenizers
 from hypothesis import given
@@ -121,7 +122,7 @@ def prose(lines=250):
 
 
 def counted(lines):
-    return vocabulary.WordCounts.of(collections.Counter(" ".join(lines).split()))
+    return samples.word_counts(collections.Counter(" ".join(lines).split()))
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():

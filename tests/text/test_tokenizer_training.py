@@ -4,19 +4,20 @@ import collections
 import dataclasses
 
 import pytest
+import samples
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.text import tokenizer, tokenizer_training
-from bert_jax.text.vocabulary import SPECIALS, WordCounts
+from bert_jax.text.vocabulary import SPECIALS
 
 TEXT = (
     "We the people of the United States don't know every caf\u00e9, and Na\u00efve readers' words "
     "\u2014 3,000 of them (they're many) \u2014 stand in an Ordinary text. "
 ) * 3 + "\u6f22\u5b57 \u0395\u03bb\u03bb\u03ac\u03c2 \U0001f600 so-called states, others' others "
-COUNTED = WordCounts.of(collections.Counter(TEXT.split()))
+COUNTED = samples.word_counts(collections.Counter(TEXT.split()))
 SIZES = {"byte_bpe": 330, "unigram": 90}
 
 
@@ -61,7 +62,7 @@ def test_unigram_is_trained_on_so_many_bytes_of_any_text(monkeypatch):
     size = sum(len(word.encode()) * count for word, count in counts.items())
     monkeypatch.setattr(tokenizer_training, "_UNIGRAM_BYTES", size)
     often = {word: 1_000_000 * count for word, count in counts.items()} | {"seldom": 1}
-    monkeypatch.setitem(globals(), "COUNTED", WordCounts.of(often))
+    monkeypatch.setitem(globals(), "COUNTED", samples.word_counts(often))
     made("unigram")
     assert given[1].pop("seldom") == 1
     for word, count in counts.items():

@@ -22,9 +22,11 @@ CHARACTERS = (
     strategies.sampled_from(["cased", "uncased"]),
 )
 def test_many_sentences_are_cut_as_each_by_itself(sentences, case):
-    found = tokenizer.Splitter(case).words(sentences)
+    different, indices = tokenizer.Splitter(case).split(sentences)
     expected = [[*tokenizer.basic_tokens(sentence, case), "\n"] for sentence in sentences]
-    assert found == [word for one in expected for word in one]
+    expected = [word for one in expected for word in one]
+    assert [different[index] for index in indices] == expected
+    assert different == [*dict.fromkeys(expected)]
 
 
 def test_numbers_are_the_words_also_where_they_are_counted_in_several_goes(tmp_path, monkeypatch):

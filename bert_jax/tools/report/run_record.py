@@ -222,7 +222,9 @@ def _mixture(
             "share_of_rows": float(rows[number] / rows.sum()),
             "epochs": float(filled[number] / part.tokens),
         }
-        for number, (name, part) in enumerate(zip(experiment.corpus.sources, parts, strict=True))
+        for number, (name, part) in enumerate(
+            zip(experiment.corpus.source_labels, parts, strict=True)
+        )
     ]
 
 

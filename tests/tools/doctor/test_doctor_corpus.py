@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import samples
 from etils import epath
 
 from bert_jax import config
@@ -134,7 +135,7 @@ def test_repeats_are_a_share_of_documents_as_they_are_cut(tmp_path):
 
 
 def test_a_tokenizer_that_lowers_by_itself_is_not_asked_for_another_case():
-    counted = vocabulary.WordCounts.of(dict.fromkeys(WORDS, 1))
+    counted = samples.word_counts(dict.fromkeys(WORDS, 1))
     kind = Corpus(sources=("text:x",), tokenizer_kind="unigram")
     tok = tokenizer_training.train(counted, 200, kind)
     train = stream.make_stream([[[*tok.encode("aab "), tok.unk_id]]])
