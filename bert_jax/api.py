@@ -243,7 +243,9 @@ def whiten(
     target = epath.Path(workdir)
     copies.require_new_folder(target)
     lines = ((f"texts[{number}]", text) for number, text in enumerate(list_texts(texts)))
-    whitening.whiten(_load(model), lines, target, logger.info, dimensions)
+    loaded = _load(model)
+    name = f"{loaded.name}, step {loaded.step}"
+    whitening.whiten(loaded, name, lines, target, logger.info, dimensions)
     return load(target)
 
 

@@ -37,13 +37,13 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_164,
+    ".": 1_186,
     "checkpoints": 1_243,
-    "cli": 2_514,
+    "cli": 2_551,
     "config": 2_847,
     "data": 4_088,
     "distributed": 1_202,
-    "embeddings": 2_014,
+    "embeddings": 2_101,
     "interop": 3_388,
     "model": 3_615,
     "pretraining": 1_239,
@@ -53,9 +53,9 @@ ABOVE = {
     "text": 3_317,
     "tools": 9_209,
     "training": 2_409,
-    "benchmarks": 3_624,
+    "benchmarks": 3_893,
     "experiments": 1_841,
-    "tests": 42_128,
+    "tests": 42_227,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -230,7 +230,9 @@ def whiten(args: argparse.Namespace) -> int:
     from bert_jax.text import line_reader
 
     lines = line_reader.read(args.text_file) if args.text_file else read_input_lines()
-    whitening.whiten(load_model(run, args), lines, target, print_now, args.dimensions)
+    model = load_model(run, args)
+    name = f"{model.name}, step {model.step}"
+    whitening.whiten(model, name, lines, target, print_now, args.dimensions)
     return FINISHED
 
 

@@ -12,10 +12,9 @@ import numpy as np
 from etils import epath
 
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.base import TextVectors
+from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.embeddings.embed import Embedder, TextLine, VectorOptions
 from bert_jax.errors import InputError, pluralize
-from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.training import mesh as mesh_lib
 
 
@@ -41,7 +40,8 @@ def whitening_layer(
 
 
 def whiten(
-    model: LoadedModel,
+    model: Base,
+    name: str,
     lines: Iterable[TextLine],
     folder: epath.Path,
     report: Callable[[str], None],
@@ -51,6 +51,7 @@ def whiten(
 
     Args:
       model: a run or base that makes dense vectors and has no Dense layer.
+      name: describes the model in `Base.source`.
       lines: the texts from which the layer is computed.
       folder: the folder of the base, which must not exist.
       report: prints a line about the layer.
@@ -58,8 +59,8 @@ def whiten(
     """
     settings = model.vectors or TextVectors()
     if settings.form != "dense" or settings.dense_width:
-        found = "have a Dense layer already" if settings.form == "dense" else f"are {settings.form}"
-        raise InputError(f"--workdir: the model's vectors {found}; name a model without")
+        state = "have a Dense layer already" if settings.form == "dense" else f"are {settings.form}"
+        raise InputError(f"--workdir: the model's vectors {state}; name a model without")
     size, mesh = model.model.hidden_size, mesh_lib.one_device()
     if dimensions > size:
         raise InputError(f"--dimensions {dimensions}: the vectors have {size} numbers")
@@ -72,16 +73,15 @@ def whiten(
     mean = total / max(count, 1)
     covariance = products / max(count, 1) - np.outer(mean, mean)
     if np.trace(covariance) <= 1e-9 * (mean @ mean):
-        found = pluralize(count, "text")
+        texts = pluralize(count, "text")
         raise InputError(
-            f"TEXT_FILE: the vectors of {found} do not differ; give thousands of texts"
+            f"TEXT_FILE: the vectors of {texts} do not differ; give thousands of texts"
         )
     layer = whitening_layer(mean, covariance, count, dimensions or size)
     width = len(layer["bias"])
     vectors = dataclasses.replace(settings, normalize=True, dense_width=width)
-    source = f"{model.name}, step {model.step}, whitened by {count:,} texts"
+    source = f"{name}, whitened by {count:,} texts"
     params = {**model.params, "dense": layer}
-    base_lib.write(
-        dataclasses.replace(model, params=params, vectors=vectors, source=source), folder
-    )
+    whitened = dataclasses.replace(model, params=params, vectors=vectors, source=source)
+    base_lib.write(whitened, folder)
     report(f"{folder}: a base whose vectors of {width} numbers are whitened by {count:,} texts")
