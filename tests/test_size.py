@@ -49,13 +49,13 @@ ABOVE = {
     "pretraining": 1_239,
     "serve": 766,
     "storage": 2_127,
-    "tasks": 5_504,
+    "tasks": 5_549,
     "text": 3_268,
-    "tools": 9_207,
-    "training": 2_409,
-    "benchmarks": 3_624,
+    "tools": 9_206,
+    "training": 2_421,
+    "benchmarks": 3_751,
     "experiments": 1_841,
-    "tests": 41_985,
+    "tests": 42_052,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
