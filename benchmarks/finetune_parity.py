@@ -95,7 +95,7 @@ def write(job: FinetuningJob, place: pathlib.Path) -> str:
     write_tensors(epath.Path(place / "base" / "model.safetensors"), tensors, "float32")
     phase = job.training.phase_batches_at(0)
     for number in range(job.total_steps):
-        batch = phase.make_batch(number, np.arange(phase.batch_size))
+        batch = job.data.training.batch(0, number, np.arange(phase.batch_size))  # not packed
         np.savez(place / f"training_{number:05}.npz", **batch)
     for number, (_, batch) in enumerate(job.eval_batches):
         np.savez(place / f"held_out_{number:05}.npz", **batch)

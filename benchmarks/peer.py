@@ -155,36 +155,65 @@ class Train:
     def build(
         self, kind: str, folder: str, triples: list, batch: int, max_length: int
     ) -> dict[str, str]:
-        """Makes the model from the folder of a masked LM; returns versions."""
-        from sentence_transformers import CrossEncoder, MultiVectorEncoder, SparseEncoder
-        from sentence_transformers.base.modules import Transformer
+        """Opens the model of a folder; returns versions."""
+        import sentence_transformers
         from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
         from sentence_transformers.multi_vector_encoder import losses as multi
+        from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
         from sentence_transformers.sparse_encoder import losses as sparse
-        from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-        self._kind, starts = kind, range(0, len(triples), batch)
+        self._kind, self._losses, starts = kind, [], range(0, len(triples), batch)
         self._steps = [list(zip(*triples[i : i + batch], strict=True)) for i in starts]
         self._labels = torch.tensor([1.0] * batch + [0.0] * batch)
+        names = {
+            "similar": "SentenceTransformer",
+            "sparse": "SparseEncoder",
+            "multi_vector": "MultiVectorEncoder",
+            "rank": "CrossEncoder",
+        }
+        model = self._model = getattr(sentence_transformers, names[kind])(folder)
         if kind == "rank":
-            self._model = CrossEncoder(folder, num_labels=1)
-            self._loss = BinaryCrossEntropyLoss(self._model)
+            self._loss = BinaryCrossEntropyLoss(model)
+        elif kind == "similar":  # in both directions, as ours
+            directions = ("query_to_doc", "doc_to_query")
+            fields = {"directions": directions, "partition_mode": "per_direction"}
+            self._loss = MultipleNegativesRankingLoss(model, **fields)
         elif kind == "sparse":
-            modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")]
-            self._model = SparseEncoder(modules=modules)
-            ranking = sparse.SparseMultipleNegativesRankingLoss(self._model)
-            self._loss = sparse.SpladeLoss(self._model, ranking, 3e-5, 5e-5)
-        else:  # with a fresh projection to 128 numbers
-            self._model = MultiVectorEncoder(folder)
-            self._loss = multi.MultiVectorMultipleNegativesRankingLoss(self._model)
-        self._model.max_seq_length = max_length
-        self._model.train()
-        self._optimizer = adamw(self._model, 0.01, lr=1e-5, eps=1e-6, fused=True)
+            ranking = sparse.SparseMultipleNegativesRankingLoss(model)
+            self._loss = sparse.SpladeLoss(model, ranking, 3e-5, 5e-5)
+        else:
+            self._loss = multi.MultiVectorMultipleNegativesRankingLoss(model)
+        model.max_seq_length = max_length
+        self._optimizer = adamw(model, 0.01, lr=1e-5, eps=1e-6, fused=True)
         return measure.versions("torch", "transformers", "sentence-transformers")
+
+    def use(self, triples: list, out: str) -> float:
+        """Saves vectors of all texts, or scores of all pairs; returns CPU seconds."""
+        self._model.eval()
+        texts = [text for triple in triples for text in triple[:2]]
+        pairs = [(q, text) for q, *others in triples for text in others]
+
+        def compute() -> Any:
+            if self._kind == "rank":
+                return self._model.predict(pairs).reshape(-1, 2)
+            if self._kind == "multi_vector":
+                return np.concatenate(self._model.encode(texts, convert_to_numpy=True))
+            return self._model.encode(texts)
+
+        found = []
+        seconds, _ = measure.clocked(lambda: found.append(compute()))
+        (vectors,) = found
+        np.save(out, vectors.to_dense().numpy() if torch.is_tensor(vectors) else vectors)
+        return seconds
 
     def take(self) -> float:
         """CPU seconds of all steps, with tokenization."""
+        self._model.train()
         return measure.clocked(lambda: [self._step(*map(list, x)) for x in self._steps])[0]
+
+    def first_loss(self) -> float:
+        """The mean loss of the steps of the first turn, without penalties."""
+        return float(torch.stack(self._losses[: len(self._steps)]).mean())
 
     def _step(self, queries: list[str], texts: list[str], negatives: list[str]) -> None:
         if self._kind == "rank":
@@ -193,8 +222,9 @@ class Train:
             roles = [("query", queries), ("document", texts)]
             features = [self._model.preprocess(x, task=role) | {"task": role} for role, x in roles]
             loss = self._loss(features, torch.zeros(0))
-        loss = sum(loss.values()) if isinstance(loss, dict) else loss
-        loss.backward()
+        parts = loss if isinstance(loss, dict) else {"base_loss": loss}
+        self._losses.append(parts["base_loss"].detach())
+        sum(parts.values()).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -49,13 +49,14 @@ ABOVE = {
     "pretraining": 1_239,
     "serve": 766,
     "storage": 2_127,
-    "tasks": 5_504,
+    "tasks": 5_549,
     "text": 3_317,
-    "tools": 9_209,
-    "training": 2_409,
-    "benchmarks": 3_893,
+    "tools": 9_208,
+    "training": 2_421,
+    "benchmarks": 4_020,
     "experiments": 1_841,
-    "tests": 42_227,
+    "tables": 631,
+    "tests": 42_294,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -182,8 +182,8 @@ class Parallelism(Section, role="placement", label="parallelism"):
     # What each layer stores for the backward pass: everything (none), the results of matrix
     # products except attention scores (dots), or nothing (full); the rest is recomputed.
     remat: Literal["none", "dots", "full"] = "none"
-    # Layers as one compiled loop (compiles faster) or unrolled (runs faster on a CPU).
-    layer_loop: Literal["scan", "unroll"] = "scan"
+    # Loop over layers. unroll: faster on CPUs, but compiles longer; auto: unroll on one CPU device.
+    layer_loop: Literal["auto", "scan", "unroll"] = "auto"
     # What computes attention on NVIDIA GPUs. auto: the fused kernels of cuDNN if they can, else
     # XLA; xla: always XLA. The log says which one a run uses, and why. No effect on other devices.
     attention: Literal["auto", "xla"] = "auto"

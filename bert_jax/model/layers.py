@@ -316,8 +316,8 @@ class TextNoise(RowNoise):
     positions: jax.Array  # int32 [B, S], of each token in its text
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, S, D]; or [N, H, K, Q], where each text is unpacked already."""
-        if len(shape) == 4:
+        """Draws bool `shape` = [B, S, D]; or [N, D] or [N, H, K, Q] for one text in each row."""
+        if len(shape) != 3:
             return RowNoise.keep(self, shape, rate)
         words_per_token = _count_words(shape[-1])
         indices = self.positions[:, :, None] * words_per_token + jnp.arange(words_per_token)

@@ -18,7 +18,7 @@ from bert_jax.running.job import Evaluator, Job, PhaseBatches, Training, due_eve
 from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
-from bert_jax.tasks import rows
+from bert_jax.tasks import rows, similar
 from bert_jax.tasks.adaptation import (
     base_head,
     base_params,
@@ -132,6 +132,7 @@ class FinetuningJob(Job):
         shards = mesh_lib.batch_shards(mesh)
         eval_size = -(-experiment.run.eval_batch_size // shards) * shards
         eval_size *= data.eval_rows.rows_per_example
+        self._mesh, self._eval_size = mesh, eval_size
         self.eval_batches = rows.eval_batches(data.eval_rows, tokenizer.pad_id, eval_size)
         counts = self._tallies["validation"].examples
         self._by_source = data.kind.split_by_source(data.validation, counts)
@@ -155,8 +156,10 @@ class FinetuningJob(Job):
             "warnings": data.warnings,
         }
         size = experiment.batch_size * training.kind.rows_per_example
-        # Rows of a micro-batch on one device.
+        # Rows whose texts are packed together: those of a micro-batch on one device.
         block = size // (shards * experiment.parallelism.accumulation_of(phase=0))
+        if not training.kind.packs_rows(on_cpu=mesh.devices.flat[0].platform == "cpu"):
+            block = 0
         make_batch = functools.partial(training.batch, block)
         # The only phase has the number 0, and its first step is step 0.
         phase = PhaseBatches(0, 0, self.total_steps, size, self.objective, make_batch)
@@ -175,10 +178,8 @@ class FinetuningJob(Job):
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
         """Returns evaluators: scores; for predictions.jsonl, `record` at step 0 and mistakes."""
 
-        def once(name: str, at: int, evaluate: Callable[[], dict[str, Any]]) -> Evaluator:
-            return Evaluator(
-                name, lambda n: n == at, lambda *_: evaluate(), lambda line: "", file="predictions"
-            )
+        def once(name: str, at: int, evaluate: Callable[[Any, int], dict[str, Any]]) -> Evaluator:
+            return Evaluator(name, lambda n: n == at, evaluate, lambda line: "", file="predictions")
 
         scores = Evaluator(
             "scores",
@@ -186,13 +187,15 @@ class FinetuningJob(Job):
             self._evaluate,
             lambda line: summary(line) + self._baseline_text,
         )
-        evaluators = once("task", 0, lambda: record), scores
-        if self.experiment.task.is_scored_by_retrieval:
-            changes = {"name": "untrained", "evaluate": self._score_untrained}
-            evaluators = evaluators[0], dataclasses.replace(evaluators[0], **changes), scores
+        task, baselines = self.experiment.task, list[Evaluator]()
+        if task.is_scored_by_retrieval:
+            baselines.append(once("untrained", 0, self._score_untrained))
+            if task.spec.makes_vectors and task.kind != "similar":
+                baselines.append(once("mean_vectors", 0, self._score_mean_vectors))
+        evaluators = once("task", 0, lambda *_: record), *baselines, scores
         if not self.data.training.examples:  # kinds that train vectors record no mistakes
             return evaluators
-        return *evaluators, once("mistakes", self.total_steps, self._mistakes)
+        return *evaluators, once("mistakes", self.total_steps, lambda *_: self._mistakes())
 
     def _describe(self, unknown: dict[str, UnknownShare]) -> Iterator[str]:
         """Yields lines about the task, the examples and the base, and warnings."""
@@ -278,10 +281,18 @@ class FinetuningJob(Job):
 
     def _score_untrained(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the main score before training, a baseline of retrieval."""
-        score = self._evaluate(params, done)["score"]
-        main = self.experiment.task.main_score
-        self._baseline_text += f"; before training: {main} {score:.4f}"
-        return {"guess": ("before training", score)}
+        return self._add_baseline("before training", self._evaluate(params, done)["score"])
+
+    def _score_mean_vectors(self, params: Any, done: int) -> dict[str, Any]:
+        """Returns the main score of the base's mean vectors, a baseline of other vectors."""
+        task, passages = self.experiment.task, self.data.validation
+        score = similar.score_mean_vectors(self._base, task, passages, self._mesh, self._eval_size)
+        return self._add_baseline("mean vectors", score)
+
+    def _add_baseline(self, name: str, score: float) -> dict[str, Any]:
+        """Adds the main score of a baseline to all lines about scores; returns its record."""
+        self._baseline_text += f"; {name}: {self.experiment.task.main_score} {score:.4f}"
+        return {"guess": (name, score)}
 
     def _mistakes(self) -> dict[str, Any]:
         """Returns the mistakes of the evaluation that `scores` has made at this last step."""

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from flax import nnx
 
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, TextVectors
-from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
+from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
 from bert_jax.data import corpus
 from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.embed import Embedder, Role, VectorOptions
@@ -26,39 +25,32 @@ from bert_jax.embeddings.text_pairs import CorpusPairs, PairMethod
 from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
-from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, fill_params
-from bert_jax.model.kinds import encode, encoder_functions
+from bert_jax.model.kinds import encoder_functions
 from bert_jax.model.similarity import Texts
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage import mirror
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
+from bert_jax.tasks.adaptation import compile_forward
 from bert_jax.tasks.examples import Sentence
-from bert_jax.tasks.rows import TaskBatches, TaskRows
+from bert_jax.tasks.rows import TaskBatches, TaskRows, eval_batches
 from bert_jax.tasks.task_kind import Answers, Outputs, Scores, TaskKind, TrainingSet
-from bert_jax.tasks.task_objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
+from bert_jax.tasks.task_objective import (
+    HEAD_RULE,
+    Batch,
+    TaskObjective,
+    Tree,
+    encode_texts,
+    merged_params,
+)
 from bert_jax.text.tokenizer import Tokenizer, add_special_tokens
+from bert_jax.training import feed, sharding
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import sharding
 
 _Examples = Sequence[Sentence | Passage]
 _SCALE_RULE = sharding.Rule("head/scale")
-
-
-def encode_texts(
-    encoder: nnx.Module, model: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden states of each text, [B, S, D], and their mask, int32 [B, S].
-
-    Texts may share rows, see `embeddings.packing`.
-    """
-    ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-    if "row_indices" not in batch:  # each text has its own row
-        return encode(encoder, model, *ids, mask, noise, loop), mask
-    packed = Packing(batch["positions"], batch["row_indices"], batch["slot_indices"])
-    return packed.unpack(encode(encoder, model, *ids, packed, noise, loop)), packed.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +156,7 @@ class Similar(TaskKind):
     `output_count` is the width of the teacher's vectors, 0 without a teacher.
     """
 
-    reads, answer_field, packs_rows = "vectors", "cosine", True
+    reads, answer_field = "vectors", "cosine"
     objective_class = SimilarObjective
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
@@ -277,6 +269,24 @@ class Similar(TaskKind):
     def baseline(self, examples: _Examples) -> tuple[str, float] | None:
         """Returns the score of BM25 on a BEIR folder."""
         return retrieval.bm25_baseline(examples, self.task.main_score)
+
+
+def score_mean_vectors(
+    base: Base, task: Task, passages: Sequence[Passage], mesh: jax.sharding.Mesh, size: int
+) -> float:
+    """Returns the main score of a retrieval task for the mean vectors of a base.
+
+    `size` is the number of texts of a batch, a multiple of the shards of the mesh.
+    """
+    task = dataclasses.replace(inherit_prefixes(task, base.vectors), kind="similar")
+    kind = Similar(task, (), base.tokenizer)
+    rows = kind.rows(passages)
+    batches = eval_batches(rows, base.tokenizer.pad_id, size)
+    fields: Any = {"outputs": 0, "rows_per_example": 1, "adapt": Adapt()}
+    objective = SimilarObjective(base.model, kind.learns, kind.reads, **fields)
+    params = feed.put({"encoder": base.params["encoder"]}, mesh_lib.replicated(mesh))
+    vectors, _ = compile_forward(objective, Parallelism(), mesh)(params, None, batches, rows)
+    return kind.scores(vectors, rows, passages)[task.main_score]
 
 
 def roles_of(example: Sentence | Passage) -> list[Role]:

@@ -65,7 +65,6 @@ class TaskKind:
     answer_field = ""
     duplicates_must_agree = False  # whether equal texts must have equal labels
     objective_class: type[TaskObjective] = TaskObjective
-    packs_rows = False  # whether several texts share a row in training
 
     # (task, location, cells of texts, cells of labels or []) -> example
     parse_cells: Callable[..., Example] = staticmethod(examples_lib.sentence_from_cells)
@@ -133,6 +132,14 @@ class TaskKind:
         `rows` are those of the training examples. The line is "" if nothing has changed.
         """
         return base, ""
+
+    def packs_rows(self, on_cpu: bool) -> bool:
+        """Returns whether several texts share a row in training, so that few tokens are padding.
+
+        Those of vectors always do. Texts or pairs with a label or a score do so on CPUs only: on
+        GPUs and TPUs the speed is not known.
+        """
+        return self.reads in ("vectors", "masked_lm") or (on_cpu and self.reads == "pooled")
 
     # --- rows and answers -----------------------------------------------------------------------
 
@@ -307,11 +314,9 @@ class TrainingSet:
         return self.count if self.rows is None else len(self.rows.ids) // self.kind.rows_per_example
 
     def batch(self, block: int, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows `indices` of a step; a kind may pack the texts of each `block` rows."""
+        """Returns rows `indices` of a step; packs the texts of each `block` rows unless it is 0."""
         batch = self.batches.batch(step, indices)
-        if not self.kind.packs_rows:
-            return batch
-        return packing.pack_batch(batch, self.batches.lengths(step), block)
+        return packing.pack_batch(batch, self.batches.lengths(step), block) if block else batch
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ from bert_jax.config import Adapt, Features, Model
 from bert_jax.errors import InputError
 from bert_jax.model import layers, lstm, similarity, transformer
 from bert_jax.model import losses as losses_lib
+from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_functions, text_vector
 from bert_jax.training import sharding
@@ -198,6 +199,26 @@ def merged_params(adapt: Adapt, trainable: Tree, frozen: Tree | None) -> Tree:
 # --- the loss -----------------------------------------------------------------------------------
 
 
+def encode_texts(
+    encoder: nnx.Module,
+    model: Model,
+    batch: Batch,
+    noise: layers.Noise | None,
+    loop: Loop,
+    outputs: Literal["last", "all"] = "last",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the hidden states of each text, [B, S, D], and their mask, int32 [B, S].
+
+    Texts may share rows, see `embeddings.packing`; then `outputs` is `last`. With `all` the states
+    are [L + 1, B, S, D].
+    """
+    ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
+    if "row_indices" not in batch:  # each text has its own row
+        return encode(encoder, model, *ids, mask, noise, loop, outputs), mask
+    packed = Packing(batch["positions"], batch["row_indices"], batch["slot_indices"])
+    return packed.unpack(encode(encoder, model, *ids, packed, noise, loop)), packed.mask
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskObjective:
     """The `Objective` of a task; see `training.objective`."""
@@ -276,10 +297,10 @@ class TaskObjective:
         `input_ids`, `segment_ids` and `input_mask` of the batch, int32 [B, S].
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
-        merged, mask = merged_params(self.adapt, params, fixed), batch["input_mask"]
+        merged = merged_params(self.adapt, params, fixed)
         module = fill_params(merged, EncoderWithHead, *self._module_args)
-        inputs = batch["input_ids"], batch["segment_ids"], mask
-        hidden = encode(module.encoder, cfg, *inputs, noise, loop, "all" if features else "last")
+        outputs = "all" if features else "last"
+        hidden, mask = encode_texts(module.encoder, cfg, batch, noise, loop, outputs)
         # Dropout keys: the encoder uses the indices up to num_hidden_layers.
         if features:
             tagger_noise = layers.noise_at(noise, cfg.num_hidden_layers + 2)

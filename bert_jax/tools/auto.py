@@ -19,7 +19,7 @@ from etils import epath
 
 from bert_jax import config, hardware, system
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase
 from bert_jax.config.files import SHIPPED
 from bert_jax.data import corpus
 from bert_jax.distributed import rendezvous
@@ -260,7 +260,6 @@ def _corpus(text: Text, **fields: Any) -> Corpus:
 def _experiment(
     name: str, base: str, model: Model, text_corpus: Corpus, rows: int, optimizer: Optimizer
 ) -> Experiment:
-    on_cpu = jax.devices()[0].platform == "cpu"
     length = min(_LENGTH, model.max_position_embeddings)
     return Experiment(
         name=name,
@@ -283,7 +282,6 @@ def _experiment(
             ),
         ),
         optimizer=optimizer,
-        parallelism=Parallelism(layer_loop="unroll" if on_cpu else "scan"),
     )
 
 

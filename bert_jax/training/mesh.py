@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -163,6 +163,17 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 def device_kind(mesh: jax.sharding.Mesh) -> str:
     """Returns the kind of the devices, as jax names it."""
     return mesh.devices.flat[0].device_kind
+
+
+def layer_loop(parallelism: Parallelism, mesh: jax.sharding.Mesh) -> Literal["scan", "unroll"]:
+    """Returns `parallelism.layer_loop`, or for `auto` the value that suits the devices.
+
+    Several CPU devices usually simulate those of a pod, whose program has a loop.
+    """
+    if parallelism.layer_loop != "auto":
+        return parallelism.layer_loop
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return "unroll" if is_cpu and mesh.size == 1 else "scan"
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

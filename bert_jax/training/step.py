@@ -296,7 +296,7 @@ def _map_without_dropout(
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
         refusal = cudnn_attention.refusal(objective.model, mesh.devices.flat[0], parallelism)
-        loop = Loop(layers=parallelism.layer_loop, cudnn=refusal is None)
+        loop = Loop(layers=mesh_lib.layer_loop(parallelism, mesh), cudnn=refusal is None)
         if parallelism.state != "replicated":
             method, dtype = method_of(mesh_lib.device_kind(mesh)), objective.model.compute_dtype
             collectives = Collectives(mesh_lib.data_axes(mesh), dtype, "float32", method)

@@ -43,8 +43,13 @@ VECTORS = {
     "sparse": TextVectors(form="sparse", max_length=32),
     "multi_vector": TextVectors(form="multi_vector", max_length=32, query_length=8),
 }
-# Task kinds of the forms that have a task's head, and their labels.
-TASKS = {"classify": ("no", "yes"), "rank": ()}
+# Task kinds of the forms that have a task's head, their labels, and fields of the task.
+TASKS = {
+    "classify": (("no", "yes"), {}),
+    "rank": ((), {"second_column": "docs"}),
+    "tag": (("B-X", "I-X", "O"), {}),
+    "span": ((), {"train": ("squad:a",), "validation": ("squad:b",), "document_stride": 32}),
+}
 FORMS = ("masked_lm", "encoder", *VECTORS, *TASKS)
 
 
@@ -61,17 +66,17 @@ def load(family: str, vectors: TextVectors | None = None) -> LoadedModel:
 
 def load_finetuned(family: str, kind: str) -> FinetunedModel:
     """Returns a model with the head of a task."""
-    loaded, labels, rng = load(family), TASKS[kind], np.random.default_rng(1)
+    loaded, (labels, fields), rng = load(family), TASKS[kind], np.random.default_rng(1)
     part = "masked_lm" if family == "modernbert" else "pooler"
     below_head = {name: x for name, x in loaded.params[part].items() if name != "output_bias"}
     params = {"encoder": loaded.params["encoder"], part: below_head}
-    kernel = rng.normal(0, 0.2, (32, len(labels) or 1)).astype(np.float32)
+    outputs = 2 if kind == "span" else len(labels) or 1
+    kernel = rng.normal(0, 0.2, (32, outputs)).astype(np.float32)
     params["head"] = {"kernel": kernel, "bias": kernel[0]}
-    columns = {"second_column": "docs"} if kind == "rank" else {}
-    task = Task(kind=kind, train=("jsonl:a",), validation=("jsonl:b",), **columns)
+    task = Task(kind=kind, **{"train": ("jsonl:a",), "validation": ("jsonl:b",)} | fields)
     task_model = SimpleNamespace(
         experiment=Finetuning(name=family, task=task),
-        kind=SimpleNamespace(task=task, reads="pooled"),
+        kind=SimpleNamespace(task=task, reads=task.spec.implementing_class.reads),
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         labels=labels,

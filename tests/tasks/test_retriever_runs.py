@@ -173,6 +173,25 @@ def test_a_run_learns_and_its_vectors_are_used(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_run_is_shown_beside_three_baselines(tmp_path, monkeypatch):
+    """BM25, and the model and the mean vectors of its base before training."""
+    monkeypatch.chdir(tmp_path)
+    write_files("multi_vector")
+    pathlib.Path("beir/qrels").mkdir(parents=True)
+    texts = [f"{a} {b}" for a in tuned.GOOD for b in tuned.BAD]
+    for name, end in (("corpus", 5), ("queries", 2)):  # a query is the first word of its text
+        lines = [json.dumps({"_id": str(i), "text": x[:end]}) for i, x in enumerate(texts)]
+        pathlib.Path(f"beir/{name}.jsonl").write_text("\n".join(lines))
+    judged = "".join(f"{i}\t{i}\t1\n" for i in range(len(texts)))
+    pathlib.Path("beir/qrels/test.tsv").write_text("query\ttext\tscore\n" + judged)
+    said = tuned.finetune("--set", "task.validation=beir:beir:test", "--set", "epochs=1")
+    lines = tuned.lines("run/predictions.jsonl")
+    assert [line["kind"] for line in lines] == ["task", "untrained", "mean_vectors"]
+    for name, score in (line["guess"] for line in lines):
+        assert f"; {name}: ndcg@10 {score:.4f}" in said
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", HOW)
 def test_one_text_cannot_be_compared_with_others(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -84,8 +84,9 @@ def lora(folder):
 @pytest.mark.long
 def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
     found = lines(full)
-    losses = [line["loss"] for line in found if line["kind"] == "train"]
-    assert losses[0] > 2 * losses[-1]
+    trained = [line for line in found if line["kind"] == "train"]
+    assert trained[0]["loss"] > 2 * trained[-1]["loss"]
+    assert min(line["filled"] for line in trained) > 0.5  # texts of 4 tokens share rows of 30
     scored = [line for line in found if line["kind"] == "scores"]
     assert [line["step"] for line in scored] == list(range(4, 33, 4))
     assert scored[-1]["score"] == scored[-1]["accuracy"] > 0.9 and scored[-1]["examples"] == 11
@@ -120,6 +121,8 @@ def test_two_processes_are_one_run(lora):
     on_two("bert-jax", "finetune", "task.py", "--from", "run", "--workdir", "pod", *settings)
     for ours, theirs in zip(lines("pod"), lines(lora), strict=True):
         assert ours.pop("kind") == theirs.pop("kind")
+        for line in (ours, theirs):  # texts share rows only with those on the same device
+            line.pop("filled", None)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 

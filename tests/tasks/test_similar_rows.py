@@ -13,6 +13,7 @@ from etils import epath
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
+from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.embed import Embedder, VectorOptions
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
@@ -116,3 +117,20 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
         texts = [example.texts[column] for example in probe.examples]
         (part,) = embedder.embed(texts, role)
         np.testing.assert_allclose(scored[column::2], part.vectors, atol=1e-6)
+
+
+def test_mean_vectors_are_scored_as_embed_computes_them(prompted):
+    """For a task of another kind, whatever the pooling of the base."""
+    base, _ = prompted
+    mesh, words = mesh_lib.one_device(), [*tuned.GOOD, *tuned.BAD]
+    queries = [Passage("f:1", f"q{i}", word, {f"t{i}": 1}) for i, word in enumerate(words)]
+    texts = [Passage("f:1", f"t{i}", f"{x} {words[i - 3]}") for i, x in enumerate(words)]
+    task = Task(kind="sparse", train=("jsonl:x",), validation=("beir:x:test",),
+                second_column="b", max_sequence_length=12)  # fmt: skip
+    embedder = Embedder(base, VectorOptions(pooling="mean", normalize=True), mesh)
+    roles = ((queries, "query"), (texts, "document"))
+    parts = [next(embedder.embed([x.text for x in some], role)) for some, role in roles]
+    expected = retrieval.scores([*parts[0].vectors, *parts[1].vectors], [*queries, *texts])
+    found = similar.score_mean_vectors(base, task, [*queries, *texts], mesh, 4)
+    assert 0 < expected["ndcg@10"] < 1
+    assert found == pytest.approx(expected["ndcg@10"])

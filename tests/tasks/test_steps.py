@@ -11,7 +11,7 @@ from bert_jax.config import Adapt, Parallelism
 from bert_jax.embeddings import packing
 from bert_jax.tasks.adaptation import compile_forward
 from bert_jax.tasks.rows import TaskBatches, eval_batches
-from bert_jax.training import feed, step
+from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib
 
 STEPS, EXAMPLES = 3, 8
@@ -20,10 +20,10 @@ STEPS, EXAMPLES = 3, 8
 def train(objective, rows, parallelism=None, devices=4, steps=STEPS, sharing=False):
     """Steps over shuffled rows, which texts may share; the state and each step's sums."""
     parallelism = parallelism or Parallelism()
-    optimizer, mesh = kinds.OPTIMIZER, samples.mesh_of(devices, parallelism)
+    settings, mesh = kinds.OPTIMIZER, samples.mesh_of(devices, parallelism)
     batches = TaskBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
-    abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
-    state = jax.device_get(step.init_state(objective, optimizer, 0))
+    abstract = step.abstract_state(objective, settings, parallelism, mesh)
+    state = jax.device_get(step.init_state(objective, settings, 0))
     fixed = None
     if objective.reads in ("pooled", "tokens"):
         base = kinds.base_params(objective.reads)
@@ -33,7 +33,7 @@ def train(objective, rows, parallelism=None, devices=4, steps=STEPS, sharing=Fal
             fixed = feed.put(base, mesh_lib.replicated(mesh))
     state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
     parts = parallelism.accumulation_of(0)
-    make = step.make_train_step(step.StepSpec(objective, optimizer, parallelism, parts, mesh), 9)
+    make = step.make_train_step(step.StepSpec(objective, settings, parallelism, parts, mesh), 9)
     size = EXAMPLES * rows.rows_per_example
     everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
     seen = []
@@ -97,6 +97,27 @@ def test_a_choice_is_learned_alike_on_four_devices(parallelism):
 def test_others_are_learned_alike_on_four_devices(kind, adapt, parallelism):
     task = of_kind(kind, adapt)
     assert_same(train(*task, parallelism), train(*task, devices=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapt"),
+    [
+        ("pair", Adapt(pooling="mean")),
+        pytest.param("choice", Adapt(how="lora", lora_rank=2), marks=pytest.mark.long),
+    ],
+)
+def test_texts_that_share_rows_are_as_those_alone(kind, adapt):
+    """With the same dropout, and with segments of pairs."""
+    (state, seen), (other, other_seen) = (
+        train(*of_kind(kind, adapt), devices=1, steps=1, sharing=sharing)
+        for sharing in (False, True)
+    )
+    for ours, theirs in zip(seen, other_seen, strict=True):
+        assert theirs.pop("filled")[1] < ours.pop("filled")[1]
+        for name in ours:
+            np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
+    gradient, other_gradient = (optimizer.moments(x["optimizer"]).mu for x in (state, other))
+    assert_close(other_gradient, gradient, 2e-6)  # of the largest entry, as in test_similar.py
 
 
 def test_evaluation_is_the_same_however_rows_lie():

@@ -49,7 +49,7 @@ def assert_same_run(run, reference, tolerance=1e-5):
                 (4, Parallelism(state="zero1", accumulation=2)),
                 (2, Parallelism(accumulation=4)),
                 (1, Parallelism(remat="full")),
-                (1, Parallelism(layer_loop="unroll")),
+                (1, Parallelism(layer_loop="scan")),
                 (4, Parallelism(state="zero3")),
                 (4, Parallelism(state="zero1", tensor=2)),
                 (4, Parallelism(state="zero3", accumulation=2, remat="dots")),

@@ -26,9 +26,8 @@ from bert_jax.model.encoder import Loop, fill_params, initializer
 from bert_jax.model.kinds import encoder_functions
 from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
 from bert_jax.tasks.rows import TaskRows
-from bert_jax.tasks.similar import encode_texts
 from bert_jax.tasks.task_kind import Outputs
-from bert_jax.tasks.task_objective import HEAD_RULE, Batch, Tree
+from bert_jax.tasks.task_objective import HEAD_RULE, Batch, Tree, encode_texts
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import sharding
 

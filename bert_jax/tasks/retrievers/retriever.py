@@ -148,7 +148,7 @@ def _role_of(passage: Passage) -> TextRole:
 class Retriever(Rank):
     """A kind that scores texts for a query by their vectors: a row for each query and each text."""
 
-    reads, packs_rows = "vectors", True  # vectors are compared without a head
+    reads = "vectors"  # vectors are compared without a head
     parse_cells = staticmethod(candidates_from_cells)
     form: ClassVar[VectorForm] = DENSE
     form_name: ClassVar[Literal["sparse", "multi_vector"]]

@@ -29,8 +29,7 @@ from bert_jax.tasks.adaptation import base_params, run_rows
 from bert_jax.tasks.retrievers.retriever import Retriever, RetrieverObjective
 from bert_jax.tasks.rows import INPUT_NAMES, TaskBatches, TaskRows, eval_batches
 from bert_jax.tasks.rows import Batch as HostBatch
-from bert_jax.tasks.similar import encode_texts
-from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
+from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree, encode_texts
 from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
 

@@ -106,10 +106,11 @@ def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> l
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
-    # Retrieval has two baselines: BM25, and the model before training.
-    lines = [run.newest_prediction(kind) for run in tuned[:1] for kind in ("task", "untrained")]
+    # Retrieval has up to three baselines: BM25, the model before training, and mean vectors.
+    kinds = ("task", "untrained", "mean_vectors")
+    lines = [run.newest_prediction(kind) for run in tuned[:1] for kind in kinds]
     guesses = [line["guess"] for line in lines if line.get("guess")]
-    baselines = ("BM25", "before training")
+    baselines = ("BM25", "before training", "mean vectors")
     levels = [(score, name if name in baselines else "guessing") for name, score in guesses]
     note = run_comparison.explain_scores(records)
     if levels and levels[0][1] == "guessing" and not note:

@@ -74,13 +74,14 @@ def test_what_is_measured_in_training_too_is_drawn_of_both(tmp_path):
     assert [one.style for one in drawn["Macro f1"]] == ["points"]
 
 
-def test_retrieval_is_drawn_beside_bm25_and_the_score_before_training(tmp_path):
+def test_retrieval_is_drawn_beside_its_baselines(tmp_path):
     run = Run("regress")
     run.task["guess"] = ["BM25", 0.7]
     record = Record.read(run.write(tmp_path / "run"))
     record.predictions.append({"kind": "untrained", "guess": ["before training", 0.2]})
+    record.predictions.append({"kind": "mean_vectors", "guess": ["mean vectors", 0.3]})
     (drawn,) = (x for x in curves.learning_plots([record]) if x.title.startswith("Validation"))
-    assert drawn.levels == [(0.7, "BM25"), (0.2, "before training")]
+    assert drawn.levels == [(0.7, "BM25"), (0.2, "before training"), (0.3, "mean vectors")]
     assert "ignores the text" not in drawn.note
 
 
