@@ -56,7 +56,7 @@ ABOVE = {
     "benchmarks": 4_020,
     "experiments": 1_841,
     "tables": 631,
-    "tests": 42_294,
+    "tests": 42_295,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
