@@ -232,13 +232,13 @@ def embed(
 def whiten(
     model: LoadedModel | Path, texts: Texts, workdir: Path, dimensions: int = 0
 ) -> LoadedModel:
-    """Makes a base whose vectors are whitened (Su et al. 2021), and loads the base.
+    """Makes a base whose vectors are whitened (Su et al. 2021), and returns the loaded base.
 
     Args:
-      model: a run or base with one vector for each text, or the path of one.
+      model: a run or base with dense vectors and without a Dense layer, or the path of one.
       texts: thousands of texts of the kind that will be compared, without labels.
-      workdir: the folder of the base, which must not exist.
-      dimensions: numbers of the new vectors; 0: as many as the model's have.
+      workdir: the folder of the new base, which must not exist.
+      dimensions: how many numbers a new vector has; 0: as many as the model's vectors have.
     """
     target = epath.Path(workdir)
     copies.require_new_folder(target)

@@ -202,19 +202,19 @@ def search(args: argparse.Namespace) -> int:
 
 @COMMANDS.add(
     "whiten",
-    "make a base whose vectors are whitened: uncorrelated numbers of equal variance",
+    "make a base whose vectors are whitened, so that cosines of texts tell more",
     Argument(
         "text_file",
         metavar="TEXT_FILE",
-        help="files with a text on each line, of the kind that will be compared; thousands of "
-        "texts, without labels [standard input]",
+        help="files with thousands of texts without labels, one on each line, of the kind that "
+        "will be compared [standard input]",
         nargs="*",
     ),
-    Argument("--out", metavar="B", help="folder to write the base to", required=True),
+    Argument("--out", metavar="FOLDER", help="folder to write the base to", required=True),
     Argument(
         "--dimensions",
         metavar="N",
-        help="numbers of the new vectors, at most those of the old ones; 0: as many [0]",
+        help="how many numbers a new vector has; 0: as many as the model's vectors have [0]",
         type=integer(0),
         default=0,
     ),

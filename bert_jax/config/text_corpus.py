@@ -67,16 +67,16 @@ def kind_of_file(path: str) -> str:
 
 
 def parse_quality(quality: str) -> tuple[str, float, float]:
-    """Returns FIELD, MIN and BELOW of a value of `Corpus.quality`; BELOW is infinity by default.
+    """Returns FIELD, MIN and BELOW of `Corpus.quality` of one source; BELOW may be infinity.
 
     Raises:
-      ValueError: the value has another form, or MIN is not below BELOW.
+      ValueError: it is neither FIELD:MIN nor FIELD:MIN:BELOW, or MIN is not below BELOW.
     """
-    parts = quality.split(":")
-    field, least, bound = parts if len(parts) != 2 else (*parts, "inf")
-    if not (field and float(least) < float(bound)):
+    field, minimum, *rest = quality.split(":")
+    (below,) = rest or ("inf",)
+    if not (field and float(minimum) < float(below)):
         raise ValueError
-    return field, float(least), float(bound)
+    return field, float(minimum), float(below)
 
 
 # In each block of this many rows every source of a mixture has exactly its share.
@@ -116,9 +116,10 @@ class Corpus(Section, role="identity", label="corpus"):
     # within data), or the column of a table. Several sources may have one each, in their order:
     # text,body.
     text_field: str = "text"
-    # Documents that are read. FIELD:MIN: those whose number in FIELD is at least MIN;
-    # FIELD:MIN:BELOW: those that are also below BELOW; empty: all. Several sources may have one
-    # each, in their order: score:3, reads all documents of the second source.
+    # Which documents are read, by a number in their records, such as a score of quality. FIELD:MIN:
+    # those whose number in FIELD is at least MIN; FIELD:MIN:BELOW: those that are also below BELOW;
+    # empty: all. Several sources may have one each, in their order and separated by commas; one of
+    # them may be empty.
     quality: str = ""
     # Encoding of text files, by its name in Python, such as latin-1.
     encoding: _Encoding = "utf-8"
@@ -165,14 +166,14 @@ class Corpus(Section, role="identity", label="corpus"):
                     f"{source!r} is no source; write {kinds} before FOLDER_OR_GLOB, tfds: before "
                     "NAME, tfds_dir: before a folder",
                 )
-        if problem := self.mixture_problem(self.mixture, self.temperature):
-            yield "mixture", problem
         for name in ("text_field", "quality"):
-            values, sources = len(self._values(name)), len(self.sources)
-            if values != sources:
-                why = f"{values} values for {sources} corpus.sources; give one for all, or one each"
+            given, needed = len(self._values(name)), len(self.sources)
+            if given != needed:
+                why = f"{given} values for {needed} corpus.sources; give one for all, or one each"
                 yield name, why
         yield from self._quality_problems()
+        if problem := self.mixture_problem(self.mixture, self.temperature):
+            yield "mixture", problem
         codes, near = _LANGUAGES.split(), self.language[:2].lower()
         if self.language.partition("-")[0] not in codes:
             hint = f"did you mean {near}? " if near in codes else ""
@@ -189,9 +190,9 @@ class Corpus(Section, role="identity", label="corpus"):
                 yield "quality", f"{source} has no fields; give it an empty value, as in score:3,"
 
     def _values(self, name: Literal["text_field", "quality"]) -> list[str]:
-        """Returns the value of each source; too few or too many if the user gave so many."""
+        """Returns the value of each source, or the values as given if their number is wrong."""
         value, count = getattr(self, name), len(self.sources)
-        # The column of a single source may have a comma in its name.
+        # The field of a single source may have a comma in its name.
         values = value.split(",") if count > 1 else [value]
         return values * count if len(values) == 1 else values
 
@@ -220,13 +221,13 @@ class Corpus(Section, role="identity", label="corpus"):
         With a temperature, shares depend on the text: `data.mixture` checks them.
         """
         if len(weights) not in (0, len(self.sources)):
-            names = ", ".join(map(source_name, self.sources))
+            names = ", ".join(map(source_name, self.source_labels))
             return f"give {len(self.sources)} weights, one for each source: {names}"
         largest = max(weights, default=1.0)  # divided out, since sums may overflow
         if largest == 0:
             return "all weights are 0; give a source that is to be used a positive weight"
         total = sum(weight / largest for weight in weights)
-        for weight, source in zip(weights, self.sources, strict=False):
+        for weight, source in zip(weights, self.source_labels, strict=False):
             too_small = weight and not temperature and weight / largest * MIXED_ROWS < total
             if weight < 0 or too_small:
                 return f"{source} has {LEAST_SHARE}; give it a larger weight, or 0"

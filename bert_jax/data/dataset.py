@@ -63,9 +63,9 @@ def serialize_document(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
 
 
 def _field(number: int, value: bytes) -> bytes:
-    """Returns a length-delimited field of a message, as protobuf encodes it."""
+    """Returns a field of bytes of a message, as protobuf encodes it; its number is below 16."""
     encoded, length = bytearray(), len(value)
-    while length > 127:  # 7 bits a byte, as in `_varints`, which is slow for a single number
+    while length > 127:  # as in `_varints`, which would be slow for a single length
         encoded.append(length & 127 | 128)
         length >>= 7
     return bytes([number << 3 | 2, *encoded, length]) + value
@@ -76,7 +76,8 @@ def _varints(values: np.ndarray) -> bytes:
     chunks = []
     for start in range(0, len(values), _VARINT_BLOCK):
         block = values[start : start + _VARINT_BLOCK].astype(np.uint32)
-        columns: list[np.ndarray] = [block]  # the bits that are left for each byte
+        # Column k holds the numbers without the 7 k bits that the bytes before it encode.
+        columns: list[np.ndarray] = [block]
         while columns[-1].max() > 127:
             columns.append(columns[-1] >> 7)
         shifted = np.stack(columns, axis=1)

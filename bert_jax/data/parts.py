@@ -236,7 +236,8 @@ class _DocumentWriter:
         names = ("sentences.bin", "documents.bin")
         self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
         self._digest = hashlib.sha256()  # of the text of the current document
-        # If documents may be cut: the offsets at which its sentences begin in the file `_text`.
+        # If documents may be cut: the sentences of the current document, a line for each, and the
+        # offsets at which the lines begin, with the end of the last one.
         self._bounds = [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
         # Sentences for the next call of the writer, and the number of characters of their text.
@@ -252,7 +253,7 @@ class _DocumentWriter:
         if self._corpus.cut_documents:
             lines = [f"{s}\n".encode("utf-8", "surrogatepass") for s in chunk_sentences]
             self._text.write(b"".join(lines))
-            self._bounds += itertools.accumulate(map(len, lines), initial=self._bounds.pop())
+            self._bounds += (self._bounds[-1] + np.cumsum([*map(len, lines)])).tolist()
         self._waiting += chunk_sentences
         self._count += len(chunk_sentences)
         self._size += len(chunk)

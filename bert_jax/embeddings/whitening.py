@@ -1,8 +1,8 @@
 """Whitening of text vectors (Su et al. 2021): a linear layer, computed from texts without labels.
 
-The pooled states of an encoder differ mostly in a few directions, which frequent words decide. So
-the cosines of all texts are high and tell little. The layer centres the vectors of some texts,
-rotates them to their principal components, and scales each component to variance 1.
+The vectors of an encoder have a large common mean, and most of their variance is in a few
+directions. So the cosine of two texts is high, whatever they say. The layer subtracts the mean and
+makes the variances in all directions almost equal. Mean and variances are those of sample texts.
 """
 
 import dataclasses
@@ -23,18 +23,23 @@ def whitening_layer(
 ) -> dict[str, np.ndarray]:
     """Returns the layer for vectors with this mean, float64 [D], and covariance, float64 [D, D].
 
-    The `width` components of the largest variance are kept. D / `count` times the mean variance is
-    added to each variance, because few vectors tell little about the smallest components.
+    The `width` principal components with the largest variances are kept. Each is divided by the
+    root of its variance plus 1 / `count` of the sum of all variances. This sum matters if there are
+    few vectors: they underestimate the smallest variances, whose components would become too large.
+
+    Args:
+      count: the number of vectors from which mean and covariance were computed.
 
     Returns:
       `kernel` float32 [D, width] and `bias` float32 [width].
     """
-    variances, directions = np.linalg.eigh(covariance)  # the smallest first
-    variances, directions = variances[::-1][:width], directions[:, ::-1][:, :width]
-    added = len(mean) / count * np.trace(covariance) / len(mean)
-    # A direction and its opposite are equally right; libraries differ in which they return.
-    largest = directions[np.abs(directions).argmax(axis=0), np.arange(width)]
-    kernel = directions * np.sign(largest) / np.sqrt(variances + added)
+    variances, directions = np.linalg.eigh(covariance)
+    order = np.argsort(-variances)[:width]  # the largest first
+    variances, directions = variances[order], directions[:, order]
+    # Libraries return a direction or its opposite. Here its entry of the largest magnitude is
+    # positive, so that all machines compute the same layer.
+    entries = directions[np.abs(directions).argmax(axis=0), np.arange(width)]
+    kernel = directions * np.sign(entries) / np.sqrt(variances + np.trace(covariance) / count)
     layer = {"kernel": kernel, "bias": -mean @ kernel}
     return {name: values.astype(np.float32) for name, values in layer.items()}
 
@@ -47,41 +52,45 @@ def whiten(
     report: Callable[[str], None],
     dimensions: int = 0,
 ) -> None:
-    """Writes a base whose vectors pass a whitening layer and have length 1.
+    """Writes a base with a model's weights, a whitening layer, and vectors of length 1.
 
     Args:
-      model: a run or base that makes dense vectors and has no Dense layer.
-      name: describes the model in `Base.source`.
-      lines: the texts from which the layer is computed.
+      model: a run or base with dense vectors, which are pooled hidden states without a Dense layer.
+      name: the model's name, which `Base.source` mentions.
+      lines: the texts from which the layer is computed, read as documents.
       folder: the folder of the base, which must not exist.
       report: prints a line about the layer.
-      dimensions: numbers of the new vectors; 0: as many as the model's have.
+      dimensions: how many numbers a new vector has; 0: as many as the model's vectors have.
     """
     settings = model.vectors or TextVectors()
-    if settings.form != "dense" or settings.dense_width:
-        state = "have a Dense layer already" if settings.form == "dense" else f"are {settings.form}"
-        raise InputError(f"--workdir: the model's vectors {state}; name a model without")
+    if settings.form != "dense":
+        raise InputError(f"{name}: its vectors are {settings.form}; only dense ones are whitened")
+    if settings.dense_width:
+        raise InputError(f"{name}: has a Dense layer already; name the model without this layer")
     size, mesh = model.model.hidden_size, mesh_lib.one_device()
-    if dimensions > size:
-        raise InputError(f"--dimensions {dimensions}: the vectors have {size} numbers")
+    if not 0 <= dimensions <= size:
+        raise InputError(f"dimensions: {dimensions} must be from 0 to {size}, the model's width")
     count, total, products = 0, np.zeros(size), np.zeros((size, size))
-    for part in Embedder(model, VectorOptions(normalize=False), mesh).embed_lines(lines):
-        vectors = part.vectors.astype(np.float64)
+    for embedded in Embedder(model, VectorOptions(normalize=False), mesh).embed_lines(lines):
+        vectors = embedded.vectors.astype(np.float64)
         count += len(vectors)
         total += vectors.sum(axis=0)
         products += vectors.T @ vectors
     mean = total / max(count, 1)
     covariance = products / max(count, 1) - np.outer(mean, mean)
+    # Vectors of equal texts differ by rounding; without texts, both sides are 0.
     if np.trace(covariance) <= 1e-9 * (mean @ mean):
-        texts = pluralize(count, "text")
-        raise InputError(
-            f"TEXT_FILE: the vectors of {texts} do not differ; give thousands of texts"
-        )
+        number = pluralize(count, "text")
+        raise InputError(f"{number}: the vectors are all equal; give texts that differ")
     layer = whitening_layer(mean, covariance, count, dimensions or size)
     width = len(layer["bias"])
-    vectors = dataclasses.replace(settings, normalize=True, dense_width=width)
-    source = f"{name}, whitened by {count:,} texts"
-    params = {**model.params, "dense": layer}
-    whitened = dataclasses.replace(model, params=params, vectors=vectors, source=source)
+    whitened = dataclasses.replace(
+        model,
+        params={**model.params, "dense": layer},
+        vectors=dataclasses.replace(
+            settings, normalize=True, dense_width=width, dense_activation="identity"
+        ),
+        source=f"{name}, whitened with {count:,} texts",
+    )
     base_lib.write(whitened, folder)
-    report(f"{folder}: a base whose vectors of {width} numbers are whitened by {count:,} texts")
+    report(f"{folder}: a base with whitened vectors of {width} numbers, from {count:,} texts")

@@ -74,7 +74,7 @@ class Document:
     chunks: Iterable[str]
     layout: Layout  # the meaning of its lines
     line: int  # the first line in the file; 0 for a record
-    is_excluded: bool = False  # by `Corpus.quality`; it has no chunks
+    is_excluded: bool = False  # whether `Corpus.quality` excludes it; then `chunks` is empty
 
     @functools.cached_property
     def text(self) -> str:
@@ -116,11 +116,11 @@ class Extent:
     before: int = 0  # records of the dataset before this shard
     bytes: int = 0  # bytes to read, roughly
     entry: buckets.ObjectEntry | None = None  # the object's metadata, if the file is in a bucket
-    quality: str = ""  # `Corpus.quality` of the source
+    quality: str = ""  # `Corpus.quality` of the source, as FIELD:MIN:BELOW
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
-    """Yields the documents of all sources in order, except those without any text."""
+    """Yields the documents of all sources in order, except empty and excluded ones."""
     for source in corpus.split_by_source():
         for extent in extents(source):
             for document in read_extent(extent, source):
@@ -201,6 +201,7 @@ def read_extent(
         texts = _record_texts(extent, read_lines)
     for name, line, open_text in texts:
         if open_text is None:
+            # The layout has no meaning without chunks.
             yield Document(name, (), "wrapped", line, is_excluded=True)
             continue
         layout = corpus.layout
@@ -368,10 +369,11 @@ def _record_texts(
     extent: Extent, read_lines: _ReadLines
 ) -> Iterator[tuple[str, int, _OpenText | None]]:
     """Yields the location, 0 and the text of each record; None for the text if it is excluded."""
-    field, least, bound = parse_quality(extent.quality) if extent.quality else ("", 0.0, 0.0)
+    no_field = "", 0.0, 0.0
+    field, minimum, below = parse_quality(extent.quality) if extent.quality else no_field
     for record in _read_records(extent, read_lines):
         try:
-            if field and not least <= record.number(field) < bound:
+            if field and not minimum <= record.number(field) < below:
                 yield record.location, 0, None
                 continue
             text = record.text(extent.field)

@@ -31,7 +31,7 @@ _ROWS = 1_000
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 # Half of a surrogate pair.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# What to do about a column of a corpus that is missing or holds no texts.
+# What to do about a column of texts or of numbers that is missing.
 _TEXT_FIELD_ADVICE = "name one with --set corpus.text_field=..."
 _QUALITY_ADVICE = "name another field with --set corpus.quality=FIELD:MIN"
 # Advice for tables with another separator.
@@ -47,11 +47,11 @@ class SourceRecord(NamedTuple):
 
     location: str  # FILE:LINE, for messages; FILE:NUMBER, counted from 0, in Parquet and TFDS
     names: Sequence[str]  # a table may have a name twice
-    values: Sequence[Any]  # texts in tables, any values in JSON and TFDS
+    values: Sequence[Any]  # texts in CSV and TSV, any values in JSON, Parquet and TFDS
 
     @classmethod
     def from_dict(cls, location: str, fields: Mapping[str, Any]) -> "SourceRecord":
-        """Returns the record of a JSON object."""
+        """Returns the record of a JSON object or of a row of Parquet."""
         return cls(location, list(fields), list(fields.values()))
 
     def value(self, column: str, remedy: str) -> Any:
@@ -83,10 +83,13 @@ class SourceRecord(NamedTuple):
         )
 
     def number(self, column: str) -> float:
-        """Returns the finite number in a column that `corpus.quality` names; texts are parsed."""
+        """Returns the finite number in a column that `corpus.quality` names.
+
+        A text such as "3.5" is a number; true and false are none.
+        """
         value = self.value(column, _QUALITY_ADVICE)
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if math.isfinite(number := float(value)) and not isinstance(value, bool):
+            if not isinstance(value, bool) and math.isfinite(number := float(value)):
                 return number
         raise InputError(
             f"{self.location}: column {column!r} is {quote_value(value)}, not a finite number; "
@@ -301,8 +304,9 @@ def divide_parquet(path: str, column: str, most: int) -> list[tuple[int, int, in
 def read_parquet(
     path: str, column: str, start: int, stop: int, quality_column: str = ""
 ) -> Iterator[SourceRecord]:
-    """Yields a record with the text of each row, which may be null, and its quality if asked for.
+    """Yields a record with the text of each row, which may be null.
 
+    If `quality_column` is not "", the record has its value, too.
     Reads the row groups from `start` until before `stop`; -1: to the end. `article.text` means the
     column `text` within the column `article`.
     """
@@ -334,8 +338,8 @@ def _open_parquet(
         names = [schema.column(number).path for number in range(len(schema))]
         columns = SourceRecord(path, names, range(len(names)))
         index: int = columns.value(column, _TEXT_FIELD_ADVICE)
-        if quality_column:  # must exist, too
-            columns.value(quality_column, _QUALITY_ADVICE)
+        if quality_column:
+            columns.value(quality_column, _QUALITY_ADVICE)  # raises InputError if it is missing
         texts = schema.column(index)
         if texts.logical_type.type != "STRING" or texts.max_repetition_level:
             raise InputError(

@@ -376,8 +376,8 @@ _SPACED_PUNCTUATION = _Table(
 )
 
 
-# Bytes of UTF-8 that `Splitter` removes, and the kinds of the others. All bytes of a character that
-# is not ASCII are letters: `basic_tokens` has split its sentence before.
+# Bytes of UTF-8 for `Splitter`: controls are removed, blanks separate words, a mark is a word. All
+# others are letters, also of punctuation that is not ASCII: blanks are around it by then.
 _BLANKS, _CONTROLS = b" \t\r", bytes(_ASCII_CONTROLS)
 _BLANK, _MARK, _LETTER = range(3)
 _KINDS = np.full(256, _LETTER, np.uint8)
@@ -389,37 +389,37 @@ class Splitter:
     """Splits many sentences into the words of `basic_tokens`, faster."""
 
     def __init__(self, case: Case):
-        def put_blanks(chunk: str) -> str:
+        def split_chunk(chunk: str) -> str:
             return " ".join(basic_tokens(chunk, case))
 
         self._case: Case = case
-        # Chunks between whitespace are split independently. Long ones, as in Chinese, rarely occur
-        # twice.
-        self._chunks = library.WordCache(put_blanks, most=100_000, longest=30)
+        # The words of each chunk between whitespace, with blanks between them. Long chunks, as in
+        # Chinese, rarely occur twice.
+        self._split_chunks = library.WordCache(split_chunk, most=100_000, longest=30)
 
     def split(self, sentences: Iterable[str]) -> tuple[list[str], np.ndarray]:
-        """Returns the different words, by first use, and the words' indices in them, int32 [words].
+        """Returns the different words, and for each word of the text its index in them, int32 [N].
 
-        The word "\\n" follows each sentence; no sentence may contain it.
+        The word "\\n" follows each sentence; no sentence may contain a newline.
         """
-        lines = [s if s.isascii() else self._put_blanks(s) for s in sentences]
+        lines = [s if s.isascii() else self._separate_words(s) for s in sentences]
         text = "\n".join([*lines, ""]).encode()
         text = (text.lower() if self._case == "uncased" else text).translate(None, _CONTROLS)
         kinds = np.frombuffer(text.translate(_KINDS.tobytes()), np.uint8)
         is_letter = kinds == _LETTER
         is_first = (kinds == _MARK) | (is_letter & ~np.append(False, is_letter)[:-1])
-        # Arrow's layout of texts: the words without anything between them, and their bounds.
+        # As Arrow stores texts: the words side by side; where each begins, and the last ends.
         text = text.translate(None, _BLANKS)
         bounds = np.append(np.flatnonzero(is_first[kinds != _BLANK]), len(text))
         data = map(pyarrow.py_buffer, (bounds, text))
         words = pyarrow.LargeStringArray.from_buffers(len(bounds) - 1, *data).dictionary_encode()
         return words.dictionary.to_pylist(), words.indices.to_numpy()
 
-    def _put_blanks(self, sentence: str) -> str:
-        """Returns the words of a sentence with blanks between them."""
+    def _separate_words(self, sentence: str) -> str:
+        """Returns the words of a sentence, as `basic_tokens` makes them, with blanks between."""
         if any(char in sentence for char in _BLANK_CONTROLS):
             sentence = sentence.translate(_CLEAN)
-        return " ".join(map(self._chunks.__getitem__, sentence.split()))
+        return " ".join(map(self._split_chunks.__getitem__, sentence.split()))
 
 
 def word_spans(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
