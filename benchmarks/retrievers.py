@@ -4,10 +4,10 @@ For each kind both sides begin with the same weights and learn the same batches 
 sample text, without dropout: contrastive losses, and for `rank` binary cross-entropy with a
 negative. A step makes a batch, and computes forward, backward, clip and AdamW. The peer tokenizes
 its texts in each step; ours are tokenized before, as in training. Then both compute the vectors of
-these sentences, or for `rank` the scores of the pairs, from texts. Each side has a process of its
-own on one core; they take turns. A ratio is the peer's CPU time over ours: above 1 we are faster.
-`*_loss_difference` is relative, between the mean losses of the first turn; `*_difference` is the
-largest absolute one between vectors or scores.
+these sentences, or for `rank` the scores of the pairs, from texts. Both sides have a process of
+their own, and take turns on the same core. A ratio is the peer's CPU time over ours: above 1 we are
+faster. `*_loss_difference` is relative, between the mean losses of the first turn; `*_difference`
+is the largest absolute one between vectors or scores.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def main() -> None:
         max_length=(48, "tokens of a text"),
         steps=(4, "steps of a turn"),
         rounds=9,
-        layer_loop=("auto", "value of parallelism.layer_loop"),
+        layer_loop=("auto", "value of parallelism.layer_loop in training"),
         python=measure.TORCH,
     ).parse_args()
     measure.restart_with(threads=1)
@@ -203,7 +203,7 @@ def training(
             placed = feed.place(batch, rows, len(rows), mesh_lib.batch_sharding(mesh))
             state, window = run(state, window, placed, key)
         sums, _ = jax.device_get((window, state))
-        # The weight of the penalty of `sparse` rises from 0, and the peer's is constant.
+        # The penalty of `sparse` is left out: its weight rises from 0, and the peer's is constant.
         penalty = sums["penalty"][0] if "penalty" in sums else 0.0
         losses.append(float((sums["loss"][0] - penalty) / sums["loss"][1]))
 

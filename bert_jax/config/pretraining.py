@@ -182,10 +182,11 @@ class Parallelism(Section, role="placement", label="parallelism"):
     # What each layer stores for the backward pass: everything (none), the results of matrix
     # products except attention scores (dots), or nothing (full); the rest is recomputed.
     remat: Literal["none", "dots", "full"] = "none"
-    # Loop over layers. unroll: faster on CPUs, but compiles longer; auto: unroll on one CPU device.
+    # scan: a loop over layers; unroll: no loop, faster on CPUs, slower to compile; auto: no loop only
+    # if the only device is a CPU.
     layer_loop: Literal["auto", "scan", "unroll"] = "auto"
-    # What computes attention on NVIDIA GPUs. auto: the fused kernels of cuDNN if they can, else
-    # XLA; xla: always XLA. The log says which one a run uses, and why. No effect on other devices.
+    # What computes attention, on NVIDIA GPUs only. auto: the fused kernels of cuDNN if they can,
+    # else XLA; xla: always XLA. The log says which one a run uses, and why.
     attention: Literal["auto", "xla"] = "auto"
 
     def accumulation_of(self, phase: int) -> int:
@@ -415,9 +416,8 @@ class Experiment(Section, role="identity", label="experiment"):
                 why = "prepare divides the text by source only for a mixture of the corpus"
                 why += "; set corpus.mixture or corpus.temperature, too"
                 yield f"phases.{number}.{name}", why
-            temperature = phase.temperature or corpus.temperature
             weights = phase.mixture or corpus.mixture
-            if problem := corpus.mixture_problem(weights, temperature):
+            if problem := corpus.mixture_problem(weights, phase.temperature or corpus.temperature):
                 yield f"phases.{number}.mixture", problem
             weights = weights or (1.0,) * len(corpus.sources)
             unused = {n: label for n, label in unused.items() if not weights[n]}

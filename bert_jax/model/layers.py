@@ -316,7 +316,7 @@ class TextNoise(RowNoise):
     positions: jax.Array  # int32 [B, S], of each token in its text
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, S, D]; or [N, D] or [N, H, K, Q] for one text in each row."""
+        """Draws bool `shape`: [B, S, D] for rows, [N, D] or [N, H, K, Q] for N unpacked texts."""
         if len(shape) != 3:
             return RowNoise.keep(self, shape, rate)
         words_per_token = _count_words(shape[-1])

@@ -156,7 +156,8 @@ class FinetuningJob(Job):
             "warnings": data.warnings,
         }
         size = experiment.batch_size * training.kind.rows_per_example
-        # Rows whose texts are packed together: those of a micro-batch on one device.
+        # Number of rows whose texts are packed together, those of a micro-batch on one device; 0:
+        # texts are not packed.
         block = size // (shards * experiment.parallelism.accumulation_of(phase=0))
         if not training.kind.packs_rows(on_cpu=mesh.devices.flat[0].platform == "cpu"):
             block = 0
@@ -176,7 +177,10 @@ class FinetuningJob(Job):
         )
 
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
-        """Returns evaluators: scores; for predictions.jsonl, `record` at step 0 and mistakes."""
+        """Returns the evaluators: scores, and for predictions.jsonl what is written only once.
+
+        That is `record` and baselines of retrieval before the first step, and mistakes at the end.
+        """
 
         def once(name: str, at: int, evaluate: Callable[[Any, int], dict[str, Any]]) -> Evaluator:
             return Evaluator(name, lambda n: n == at, evaluate, lambda line: "", file="predictions")
@@ -280,17 +284,17 @@ class FinetuningJob(Job):
         return line
 
     def _score_untrained(self, params: Any, done: int) -> dict[str, Any]:
-        """Returns the main score before training, a baseline of retrieval."""
+        """Scores the model before the first step, after `TaskKind.adjust_base`."""
         return self._add_baseline("before training", self._evaluate(params, done)["score"])
 
     def _score_mean_vectors(self, params: Any, done: int) -> dict[str, Any]:
-        """Returns the main score of the base's mean vectors, a baseline of other vectors."""
+        """Scores vectors that are means over the tokens of a text, by the encoder of the base."""
         task, passages = self.experiment.task, self.data.validation
         score = similar.score_mean_vectors(self._base, task, passages, self._mesh, self._eval_size)
         return self._add_baseline("mean vectors", score)
 
     def _add_baseline(self, name: str, score: float) -> dict[str, Any]:
-        """Adds the main score of a baseline to all lines about scores; returns its record."""
+        """Adds the main score of a baseline to later lines about scores; returns its record."""
         self._baseline_text += f"; {name}: {self.experiment.task.main_score} {score:.4f}"
         return {"guess": (name, score)}
 

@@ -274,9 +274,10 @@ class Similar(TaskKind):
 def score_mean_vectors(
     base: Base, task: Task, passages: Sequence[Passage], mesh: jax.sharding.Mesh, size: int
 ) -> float:
-    """Returns the main score of a retrieval task for the mean vectors of a base.
+    """Returns the main score of a retrieval task by vectors that are means over a text's tokens.
 
-    `size` is the number of texts of a batch, a multiple of the shards of the mesh.
+    They are computed by the encoder of a base. `size` is the number of texts of a batch, a multiple
+    of the shards of the mesh.
     """
     task = dataclasses.replace(inherit_prefixes(task, base.vectors), kind="similar")
     kind = Similar(task, (), base.tokenizer)

@@ -136,8 +136,9 @@ class TaskKind:
     def packs_rows(self, on_cpu: bool) -> bool:
         """Returns whether several texts share a row in training, so that few tokens are padding.
 
-        Those of vectors always do. Texts or pairs with a label or a score do so on CPUs only: on
-        GPUs and TPUs the speed is not known.
+        They do in kinds that train vectors (sparse ones read the masked LM head). In kinds that
+        read one pooled state of each text or pair they do on CPUs only, since the speed on GPUs and
+        TPUs is not known. Kinds that read the state of each token have no code for it.
         """
         return self.reads in ("vectors", "masked_lm") or (on_cpu and self.reads == "pooled")
 

@@ -207,10 +207,10 @@ def encode_texts(
     loop: Loop,
     outputs: Literal["last", "all"] = "last",
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden states of each text, [B, S, D], and their mask, int32 [B, S].
+    """Returns the hidden states of each text, [N, S, D], and their mask, int32 [N, S].
 
-    Texts may share rows, see `embeddings.packing`; then `outputs` is `last`. With `all` the states
-    are [L + 1, B, S, D].
+    N texts may share fewer rows, see `embeddings.packing`; `outputs` must be `last` then. With
+    `all` the states are [L + 1, N, S, D].
     """
     ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
     if "row_indices" not in batch:  # each text has its own row

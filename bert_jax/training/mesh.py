@@ -168,7 +168,8 @@ def device_kind(mesh: jax.sharding.Mesh) -> str:
 def layer_loop(parallelism: Parallelism, mesh: jax.sharding.Mesh) -> Literal["scan", "unroll"]:
     """Returns `parallelism.layer_loop`, or for `auto` the value that suits the devices.
 
-    Several CPU devices usually simulate those of a pod, whose program has a loop.
+    It is `unroll` for a single CPU device and `scan` for all others, also for several CPU devices:
+    they usually stand for a pod, and are to run the program of the pod.
     """
     if parallelism.layer_loop != "auto":
         return parallelism.layer_loop
