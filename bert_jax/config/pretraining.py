@@ -182,8 +182,8 @@ class Parallelism(Section, role="placement", label="parallelism"):
     # What each layer stores for the backward pass: everything (none), the results of matrix
     # products except attention scores (dots), or nothing (full); the rest is recomputed.
     remat: Literal["none", "dots", "full"] = "none"
-    # scan: a loop over layers; unroll: no loop, faster on CPUs, slower to compile; auto: no loop only
-    # if the only device is a CPU.
+    # scan: a loop over layers; unroll: no loop, faster on CPUs, slower to compile; auto: scan, but
+    # unroll if the only device is a CPU.
     layer_loop: Literal["auto", "scan", "unroll"] = "auto"
     # What computes attention, on NVIDIA GPUs only. auto: the fused kernels of cuDNN if they can,
     # else XLA; xla: always XLA. The log says which one a run uses, and why.
