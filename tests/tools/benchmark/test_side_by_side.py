@@ -122,7 +122,7 @@ def test_each_process_sees_its_part_of_the_accelerators(tmp_path, monkeypatch):
     assert environment_of(0, 2) == {}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_suite_side_by_side_ends_at_the_same_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base(tmp_path / "base")
