@@ -55,7 +55,7 @@ ABOVE = {
     "training": 2_422,
     "benchmarks": 3_752,
     "experiments": 1_841,
-    "tests": 42_294,
+    "tests": 42_295,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
