@@ -1,4 +1,4 @@
-"""Training and use of text vectors and rerankers against sentence-transformers.
+"""CPU time of training and inference of text vectors and rerankers, and sentence-transformers'.
 
 For each kind both sides begin with the same weights and learn the same batches of sentences of the
 sample text, without dropout: contrastive losses, and for `rank` binary cross-entropy with a
@@ -47,7 +47,7 @@ KINDS = {
 }
 _BATCH = 32  # queries of a step
 _NO_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "head_dropout_prob")
-Triples = list[list[str]]  # a query, its text, and a negative
+Triples = list[list[str]]  # a query, a text that belongs to it, and a negative
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def compare(
 
 
 def base_of(trained: LoadedModel, kind: str, length: int) -> LoadedModel:
-    """Returns a base of the run's weights that a kind begins with, some of them random."""
+    """Returns the base from which a kind begins: the run's weights, and random new layers."""
     rng, width = np.random.default_rng(0), trained.model.hidden_size
     form = kind if kind in FORMS else "dense"
     vectors = TextVectors(max_length=length, form=form, normalize=kind == "similar")

@@ -43,19 +43,19 @@ ABOVE = {
     "config": 2_848,
     "data": 4_090,
     "distributed": 1_202,
-    "embeddings": 2_110,
+    "embeddings": 2_119,
     "interop": 3_388,
     "model": 3_615,
     "pretraining": 1_239,
     "serve": 766,
     "storage": 2_127,
-    "tasks": 5_555,
+    "tasks": 5_554,
     "text": 3_323,
     "tools": 9_208,
     "training": 2_422,
     "benchmarks": 3_752,
     "experiments": 1_841,
-    "tests": 42_295,
+    "tests": 42_334,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -118,7 +118,7 @@ class Corpus(Section, role="identity", label="corpus"):
     text_field: str = "text"
     # Which documents are read, by a number in their records, such as a score of quality. FIELD:MIN:
     # those whose number in FIELD is at least MIN; FIELD:MIN:BELOW: those that are also below BELOW;
-    # empty: all. Several sources may have one each, in their order and separated by commas; one of
+    # empty: all. Several sources may have one each, in their order and separated by commas; any of
     # them may be empty.
     quality: str = ""
     # Encoding of text files, by its name in Python, such as latin-1.
@@ -190,7 +190,7 @@ class Corpus(Section, role="identity", label="corpus"):
                 yield "quality", f"{source} has no fields; give it an empty value, as in score:3,"
 
     def _values(self, name: Literal["text_field", "quality"]) -> list[str]:
-        """Returns the value of each source, or the values as given if their number is wrong."""
+        """Returns the value of each source; as many values as given if their number is wrong."""
         value, count = getattr(self, name), len(self.sources)
         # The field of a single source may have a comma in its name.
         values = value.split(",") if count > 1 else [value]

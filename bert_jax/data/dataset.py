@@ -76,7 +76,7 @@ def _varints(values: np.ndarray) -> bytes:
     chunks = []
     for start in range(0, len(values), _VARINT_BLOCK):
         block = values[start : start + _VARINT_BLOCK].astype(np.uint32)
-        # Column k holds the numbers without the 7 k bits that the bytes before it encode.
+        # Column k is the block, shifted right by 7 k bits.
         columns: list[np.ndarray] = [block]
         while columns[-1].max() > 127:
             columns.append(columns[-1] >> 7)

@@ -23,9 +23,9 @@ def whitening_layer(
 ) -> dict[str, np.ndarray]:
     """Returns the layer for vectors with this mean, float64 [D], and covariance, float64 [D, D].
 
-    The `width` principal components with the largest variances are kept. Each is divided by the
-    root of its variance plus 1 / `count` of the sum of all variances. This sum matters if there are
-    few vectors: they underestimate the smallest variances, whose components would become too large.
+    The `width` principal components with the largest variances are kept, and each is divided by
+    sqrt(variance + trace(covariance) / count). The added term is a regularization: few vectors
+    underestimate the smallest variances, whose components would become too large.
 
     Args:
       count: the number of vectors from which mean and covariance were computed.
@@ -36,10 +36,12 @@ def whitening_layer(
     variances, directions = np.linalg.eigh(covariance)
     order = np.argsort(-variances)[:width]  # the largest first
     variances, directions = variances[order], directions[:, order]
-    # Libraries return a direction or its opposite. Here its entry of the largest magnitude is
-    # positive, so that all machines compute the same layer.
-    entries = directions[np.abs(directions).argmax(axis=0), np.arange(width)]
-    kernel = directions * np.sign(entries) / np.sqrt(variances + np.trace(covariance) / count)
+    # The sign of an eigenvector is arbitrary. Here its entry of the largest magnitude is positive,
+    # so that all machines compute the same layer.
+    largest_entries = directions[np.abs(directions).argmax(axis=0), np.arange(width)]
+    kernel = (
+        directions * np.sign(largest_entries) / np.sqrt(variances + np.trace(covariance) / count)
+    )
     layer = {"kernel": kernel, "bias": -mean @ kernel}
     return {name: values.astype(np.float32) for name, values in layer.items()}
 
@@ -57,7 +59,8 @@ def whiten(
     Args:
       model: a run or base with dense vectors, which are pooled hidden states without a Dense layer.
       name: the model's name, which `Base.source` mentions.
-      lines: the texts from which the layer is computed, read as documents.
+      lines: the texts from which the layer is computed. They are embedded as documents, not as
+        queries.
       folder: the folder of the base, which must not exist.
       report: prints a line about the layer.
       dimensions: how many numbers a new vector has; 0: as many as the model's vectors have.
@@ -66,12 +69,15 @@ def whiten(
     if settings.form != "dense":
         raise InputError(f"{name}: its vectors are {settings.form}; only dense ones are whitened")
     if settings.dense_width:
-        raise InputError(f"{name}: has a Dense layer already; name the model without this layer")
+        raise InputError(f"{name}: has a Dense layer already; give a model that has none")
     size, mesh = model.model.hidden_size, mesh_lib.one_device()
     if not 0 <= dimensions <= size:
-        raise InputError(f"dimensions: {dimensions} must be from 0 to {size}, the model's width")
+        raise InputError(
+            f"dimensions: {dimensions} must be from 0 to {size}, the model's hidden size"
+        )
+    embedder = Embedder(model, VectorOptions(normalize=False), mesh)
     count, total, products = 0, np.zeros(size), np.zeros((size, size))
-    for embedded in Embedder(model, VectorOptions(normalize=False), mesh).embed_lines(lines):
+    for embedded in embedder.embed_lines(lines):
         vectors = embedded.vectors.astype(np.float64)
         count += len(vectors)
         total += vectors.sum(axis=0)
@@ -94,3 +100,6 @@ def whiten(
     )
     base_lib.write(whitened, folder)
     report(f"{folder}: a base with whitened vectors of {width} numbers, from {count:,} texts")
+    if truncated := embedder.truncated_texts:
+        limit = embedder.token_limit("document")
+        report(f"truncated to {limit} tokens: {truncated} of {count} texts")

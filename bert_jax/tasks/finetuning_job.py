@@ -156,8 +156,7 @@ class FinetuningJob(Job):
             "warnings": data.warnings,
         }
         size = experiment.batch_size * training.kind.rows_per_example
-        # Number of rows whose texts are packed together, those of a micro-batch on one device; 0:
-        # texts are not packed.
+        # Rows of a micro-batch on one device, whose texts are packed together; 0: none are packed.
         block = size // (shards * experiment.parallelism.accumulation_of(phase=0))
         if not training.kind.packs_rows(on_cpu=mesh.devices.flat[0].platform == "cpu"):
             block = 0
@@ -177,9 +176,9 @@ class FinetuningJob(Job):
         )
 
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
-        """Returns the evaluators: scores, and for predictions.jsonl what is written only once.
+        """Returns the evaluator of scores, and those that write a line of predictions.jsonl once.
 
-        That is `record` and baselines of retrieval before the first step, and mistakes at the end.
+        Such lines are `record` and baselines of retrieval at step 0, and mistakes at the end.
         """
 
         def once(name: str, at: int, evaluate: Callable[[Any, int], dict[str, Any]]) -> Evaluator:

@@ -136,9 +136,9 @@ class TaskKind:
     def packs_rows(self, on_cpu: bool) -> bool:
         """Returns whether several texts share a row in training, so that few tokens are padding.
 
-        They do in kinds that train vectors (sparse ones read the masked LM head). In kinds that
-        read one pooled state of each text or pair they do on CPUs only, since the speed on GPUs and
-        TPUs is not known. Kinds that read the state of each token have no code for it.
+        They do in kinds that train vectors (`vectors`, and `masked_lm` for sparse ones). In kinds
+        with a head on pooled states they do on CPUs only, since the speed on GPUs and TPUs is not
+        known. It is not implemented for kinds that use the state of each token.
         """
         return self.reads in ("vectors", "masked_lm") or (on_cpu and self.reads == "pooled")
 
@@ -315,7 +315,7 @@ class TrainingSet:
         return self.count if self.rows is None else len(self.rows.ids) // self.kind.rows_per_example
 
     def batch(self, block: int, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows `indices` of a step; packs the texts of each `block` rows unless it is 0."""
+        """Returns rows `indices` of a step; packs each `block` rows into fewer; 0: packs none."""
         batch = self.batches.batch(step, indices)
         return packing.pack_batch(batch, self.batches.lengths(step), block) if block else batch
 

@@ -209,8 +209,8 @@ def encode_texts(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the hidden states of each text, [N, S, D], and their mask, int32 [N, S].
 
-    N texts may share fewer rows, see `embeddings.packing`; `outputs` must be `last` then. With
-    `all` the states are [L + 1, N, S, D].
+    The N texts may be packed into fewer rows, see `embeddings.packing`; then `outputs` must be
+    `last`. With `all` the states are [L + 1, N, S, D].
     """
     ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
     if "row_indices" not in batch:  # each text has its own row

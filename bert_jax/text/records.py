@@ -85,7 +85,7 @@ class SourceRecord(NamedTuple):
     def number(self, column: str) -> float:
         """Returns the finite number in a column that `corpus.quality` names.
 
-        A text such as "3.5" is a number; true and false are none.
+        Texts such as "3.5" are accepted, true and false are not.
         """
         value = self.value(column, _QUALITY_ADVICE)
         with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -304,9 +304,9 @@ def divide_parquet(path: str, column: str, most: int) -> list[tuple[int, int, in
 def read_parquet(
     path: str, column: str, start: int, stop: int, quality_column: str = ""
 ) -> Iterator[SourceRecord]:
-    """Yields a record with the text of each row, which may be null.
+    """Yields a record for each row, with its text (may be null) and the value of `quality_column`.
 
-    If `quality_column` is not "", the record has its value, too.
+
     Reads the row groups from `start` until before `stop`; -1: to the end. `article.text` means the
     column `text` within the column `article`.
     """

@@ -376,13 +376,13 @@ _SPACED_PUNCTUATION = _Table(
 )
 
 
-# Bytes of UTF-8 for `Splitter`: controls are removed, blanks separate words, a mark is a word. All
-# others are letters, also of punctuation that is not ASCII: blanks are around it by then.
+# Bytes of UTF-8 for `Splitter`: controls are removed, blanks separate words, ASCII punctuation is a
+# word. All others are letters: `basic_tokens` has put blanks around other punctuation before.
 _BLANKS, _CONTROLS = b" \t\r", bytes(_ASCII_CONTROLS)
-_BLANK, _MARK, _LETTER = range(3)
+_BLANK, _PUNCTUATION, _LETTER = range(3)
 _KINDS = np.full(256, _LETTER, np.uint8)
 _KINDS[[*_BLANKS]] = _BLANK
-_KINDS[[*string.punctuation.encode(), *b"\n"]] = _MARK
+_KINDS[[*string.punctuation.encode(), *b"\n"]] = _PUNCTUATION
 
 
 class Splitter:
@@ -395,7 +395,7 @@ class Splitter:
         self._case: Case = case
         # The words of each chunk between whitespace, with blanks between them. Long chunks, as in
         # Chinese, rarely occur twice.
-        self._split_chunks = library.WordCache(split_chunk, most=100_000, longest=30)
+        self._chunk_cache = library.WordCache(split_chunk, most=100_000, longest=30)
 
     def split(self, sentences: Iterable[str]) -> tuple[list[str], np.ndarray]:
         """Returns the different words, and for each word of the text its index in them, int32 [N].
@@ -407,7 +407,7 @@ class Splitter:
         text = (text.lower() if self._case == "uncased" else text).translate(None, _CONTROLS)
         kinds = np.frombuffer(text.translate(_KINDS.tobytes()), np.uint8)
         is_letter = kinds == _LETTER
-        is_first = (kinds == _MARK) | (is_letter & ~np.append(False, is_letter)[:-1])
+        is_first = (kinds == _PUNCTUATION) | (is_letter & ~np.append(False, is_letter)[:-1])
         # As Arrow stores texts: the words side by side; where each begins, and the last ends.
         text = text.translate(None, _BLANKS)
         bounds = np.append(np.flatnonzero(is_first[kinds != _BLANK]), len(text))
@@ -419,7 +419,7 @@ class Splitter:
         """Returns the words of a sentence, as `basic_tokens` makes them, with blanks between."""
         if any(char in sentence for char in _BLANK_CONTROLS):
             sentence = sentence.translate(_CLEAN)
-        return " ".join(map(self._split_chunks.__getitem__, sentence.split()))
+        return " ".join(map(self._chunk_cache.__getitem__, sentence.split()))
 
 
 def word_spans(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:

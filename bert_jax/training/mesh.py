@@ -168,8 +168,8 @@ def device_kind(mesh: jax.sharding.Mesh) -> str:
 def layer_loop(parallelism: Parallelism, mesh: jax.sharding.Mesh) -> Literal["scan", "unroll"]:
     """Returns `parallelism.layer_loop`, or for `auto` the value that suits the devices.
 
-    It is `unroll` for a single CPU device and `scan` for all others, also for several CPU devices:
-    they usually stand for a pod, and are to run the program of the pod.
+    It is `unroll` for a single CPU device, else `scan`. Several CPU devices usually emulate a pod,
+    so they should compile its program.
     """
     if parallelism.layer_loop != "auto":
         return parallelism.layer_loop

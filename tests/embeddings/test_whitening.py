@@ -28,8 +28,8 @@ def base(tmp_path, monkeypatch):
 
 
 def test_products_are_those_by_the_inverse_covariance():
-    """With all components, f(x) f(y) is (x - mean) C^-1 (y - mean) for the layer f, which no
-    rotation changes. C is the covariance; its trace / N is added to its diagonal."""
+    """With all components, f(x)·f(y) = (x - mean) C^-1 (y - mean) for the layer f (Mahalanobis).
+    C is the covariance, whose trace / N is added to its diagonal."""
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(6, 6)) * [9, 5, 2, 1, 0.3, 0.1]
     vectors = rng.normal(size=(400, 6)) @ mixing + rng.normal(size=6)
@@ -40,6 +40,9 @@ def test_products_are_those_by_the_inverse_covariance():
     centred = vectors - mean
     expected = centred @ scipy.linalg.solve(covariance + added, centred.T, assume_a="pos")
     np.testing.assert_allclose(new @ new.T, expected, rtol=1e-4, atol=1e-4)
+    # The signs of components are chosen, so that all machines compute the same layer.
+    largest = np.abs(layer["kernel"]).argmax(axis=0)
+    assert (layer["kernel"][largest, np.arange(6)] > 0).all()
     narrow = whitening_layer(mean, covariance, 400, 2)
     for name, values in narrow.items():
         np.testing.assert_array_equal(values, layer[name][..., :2])
@@ -77,7 +80,11 @@ def test_a_whitened_base_is_made_used_and_exported(base):
         ),
         ("", "wa\n", "1 text: the vectors are all equal"),
         ("", "", "0 texts: the vectors are all equal"),
-        ("--dimensions 17", "wa\nwb\n", "dimensions: 17 must be from 0 to 16, the model's width"),
+        (
+            "--dimensions 17",
+            "wa\nwb\n",
+            "dimensions: 17 must be from 0 to 16, the model's hidden size",
+        ),
         ("--dimensions -1", "wa\nwb\n", "--dimensions: -1 must be at least 0"),
         ("--workdir dense", "wa\nwb\n", "dense, step 0: has a Dense layer already"),
     ],
@@ -87,6 +94,12 @@ def test_what_cannot_be_whitened_is_named(words, text, message, base):
     pathlib.Path("texts.txt").write_text(text)
     broken.fails(f"whiten texts.txt --workdir base --out new {words}", message)
     assert not pathlib.Path("new").exists()
+
+
+def test_truncated_texts_are_reported(base):
+    pathlib.Path("texts.txt").write_text("wa wb\n" + "xa " * 30 + "\n")
+    said = broken.said("whiten texts.txt --workdir base --out new")
+    assert said.splitlines()[1:] == ["truncated to 12 tokens: 1 of 2 texts"]
 
 
 def test_nothing_is_overwritten(base):

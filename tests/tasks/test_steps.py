@@ -8,6 +8,7 @@ import samples
 from compare import assert_close
 
 from bert_jax.config import Adapt, Parallelism
+from bert_jax.config.task_kinds import KINDS, TRAINABLE_KINDS
 from bert_jax.embeddings import packing
 from bert_jax.tasks.adaptation import compile_forward
 from bert_jax.tasks.rows import TaskBatches, eval_batches
@@ -118,6 +119,14 @@ def test_texts_that_share_rows_are_as_those_alone(kind, adapt):
             np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
     gradient, other_gradient = (optimizer.moments(x["optimizer"]).mu for x in (state, other))
     assert_close(other_gradient, gradient, 2e-6)  # of the largest entry, as in test_similar.py
+
+
+def test_which_kinds_share_rows():
+    pooled = {"classify", "pair", "regress", "choice", "rank"}
+    vectors = {"similar", "sparse", "multi_vector"}
+    for on_cpu, expected in ((True, pooled | vectors), (False, vectors)):
+        classes = {kind: KINDS[kind].implementing_class for kind in TRAINABLE_KINDS}
+        assert {kind for kind, x in classes.items() if x.packs_rows(x, on_cpu)} == expected
 
 
 def test_evaluation_is_the_same_however_rows_lie():

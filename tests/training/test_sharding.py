@@ -1,6 +1,7 @@
 """State cut over devices: the same run, and a table that errs by name."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,22 @@ MUON = Optimizer(name="muon", peak_learning_rate=1e-3, warmup_steps=2)
 @pytest.fixture(scope="module")
 def orthogonal():
     return samples.run(STEPS, optimizer=MUON)
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "devices", "expected"),
+    [
+        ("auto", "cpu", 1, "unroll"),
+        ("auto", "cpu", 2, "scan"),
+        ("auto", "tpu", 1, "scan"),
+        ("scan", "cpu", 1, "scan"),
+        ("unroll", "tpu", 4, "unroll"),
+    ],
+)
+def test_layers_are_unrolled_by_default_on_a_single_cpu(setting, platform, devices, expected):
+    device = types.SimpleNamespace(platform=platform)
+    mesh = types.SimpleNamespace(devices=np.array([device] * devices), size=devices)
+    assert mesh_lib.layer_loop(Parallelism(layer_loop=setting), mesh) == expected
 
 
 @pytest.mark.long
