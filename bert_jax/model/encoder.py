@@ -36,6 +36,7 @@ class Loop(NamedTuple):
     layers: Literal["scan", "unroll"] = "scan"
     kernels: Kernels | None = None  # settings of TPU kernels; None: there are none
     cudnn: bool = False  # whether cuDNN computes attention where it can, see `cudnn_attention`
+    logits: Literal["whole", "by_part"] = "whole"  # of predicted tokens; by part: see `token_loss`
     # Takes sharded layers. Returns the arrays to scan, and a function that makes a whole layer of
     # this device's shard of it. The function is called inside the rematerialized block, so that
     # only one layer is whole at a time.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Model
-from bert_jax.model import layers, transformer
+from bert_jax.model import layers, losses, token_loss, transformer
 from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_functions
@@ -73,7 +73,14 @@ def masked_lm_logits(
 
 
 def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes logits over the vocabulary: hidden states [..., D] -> float32 [..., V].
+    """Computes logits over the vocabulary: hidden states [..., D] -> float32 [..., V]."""
+    return layers.linear(*_output_layer(model, cfg, hidden), "outputs_inputs")
+
+
+def _output_layer(
+    model: TokenModel, cfg: Model, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the inputs [..., D] of the last layer, and its weights [V, D] and biases [V].
 
     The weights are `model.masked_lm.output` if the model has it, else the word embeddings.
     """
@@ -82,7 +89,7 @@ def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
     bias = model.masked_lm.output_bias[...]
     # Padding rows of the vocabulary have no probability.
     bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _PADDING_LOGIT)
-    return layers.linear(transformed, table, bias, "outputs_inputs")
+    return transformed, table, bias
 
 
 def pretraining_logits(
@@ -94,12 +101,50 @@ def pretraining_logits(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes both heads' logits for a batch of `data.batches`: [B, P, V] and [B, 2], float32."""
     model = merge(cfg, params)
+    hidden = _encode_batch(model, cfg, batch, noise, loop)
+    masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
+    return masked_lm, _pair_logits(model, hidden)
+
+
+def pretraining_metrics(
+    cfg: Model,
+    params: Params,
+    batch: dict[str, jax.Array],
+    noise: layers.Noise | None,
+    loop: Loop,
+    objective: str,
+) -> losses.Metrics:
+    """Computes losses and accuracies of an objective's tasks for a batch of `data.batches`."""
+    if loop.logits == "whole":
+        logits = pretraining_logits(cfg, params, batch, noise, loop)
+        return losses.pretraining(*logits, batch, objective)
+    model = merge(cfg, params)
+    hidden = _encode_batch(model, cfg, batch, noise, loop)
+    predicted = jnp.take_along_axis(hidden, batch["masked_lm_positions"][:, :, None], axis=1)
+    layer = _output_layer(model, cfg, predicted)
+    sums = token_loss.classify_by_part(*layer, batch["masked_lm_ids"], batch["masked_lm_weights"])
+    return losses.add_pairs(sums, _pair_logits(model, hidden), batch, objective)
+
+
+def _encode_batch(
+    model: PretrainingModel,
+    cfg: Model,
+    batch: dict[str, jax.Array],
+    noise: layers.Noise | None,
+    loop: Loop,
+) -> jax.Array:
+    """Computes the hidden states of the last layer for a batch of `data.batches`: [B, S, D]."""
     input_mask: jax.Array | Shared = batch["input_mask"]
     if "example_numbers" in batch:
         input_mask = Shared(batch["example_numbers"], batch["positions"])
     ids = batch["input_ids"], batch["segment_ids"]
-    hidden = encode(model.encoder, cfg, *ids, input_mask, noise, loop)
-    masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
-    # From [CLS]. Class 0: B follows A. Class 1: B is random, or A and B are swapped.
+    return encode(model.encoder, cfg, *ids, input_mask, noise, loop)
+
+
+def _pair_logits(model: PretrainingModel, hidden: jax.Array) -> jax.Array:
+    """Computes logits of pairs from [CLS]: hidden states [B, S, D] -> float32 [B, 2].
+
+    Class 0: B follows A. Class 1: B is random, or A and B are swapped.
+    """
     pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
-    return masked_lm, model.next_sentence(pooled)
+    return model.next_sentence(pooled)

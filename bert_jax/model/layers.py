@@ -108,9 +108,9 @@ def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _force_row_major(x: jax.Array) -> jax.Array:
-    """Stores a matrix in row-major order, whatever layout the compiler would choose."""
-    return with_layout_constraint(x, Layout((0, 1)))
+def force_row_major(x: jax.Array) -> jax.Array:
+    """Stores an array in row-major order, whatever layout the compiler would choose."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _matmul(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
@@ -147,9 +147,9 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
         # XLA multiplies at full speed only if the first operand is row-major. In float32, if b
         # is the narrower operand, it is cheaper to transpose b, and then the product.
         if a.dtype == jnp.bfloat16 or a.shape[1] <= b.shape[1]:
-            return _contract(_force_row_major(a.T), b, [1], [0])
-        product = _contract(_force_row_major(b.T), a, [1], [0])
-        return _force_row_major(_force_row_major(product).T)
+            return _contract(force_row_major(a.T), b, [1], [0])
+        product = _contract(force_row_major(b.T), a, [1], [0])
+        return force_row_major(force_row_major(product).T)
 
     def elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
         axes = range(a.ndim - 1)

@@ -94,6 +94,16 @@ def pretraining(
       objective: `data.objective`.
     """
     sums = classification(tokens, batch["masked_lm_ids"], batch["masked_lm_weights"])
+    return add_pairs(sums, pairs, batch, objective)
+
+
+def add_pairs(
+    sums: tuple[jax.Array, ...],
+    pairs: jax.Array,
+    batch: dict[str, jax.Array],
+    objective: str,
+) -> Metrics:
+    """Returns the metrics of an objective from those of its tokens and the logits of pairs."""
     if len(TASKS[objective]) > 1:
         sums += classification(pairs, batch["next_sentence_labels"], batch["row_weights"])
     return dict(zip(names(objective), sums, strict=True))

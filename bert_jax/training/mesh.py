@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bert_jax import hardware
-from bert_jax.config import Parallelism
+from bert_jax.config import Model, Parallelism
 from bert_jax.errors import InputError, Unavailable
 
 SLICE, TENSOR = "slice", "tensor"
@@ -173,8 +173,17 @@ def layer_loop(parallelism: Parallelism, mesh: jax.sharding.Mesh) -> Literal["sc
     """
     if parallelism.layer_loop != "auto":
         return parallelism.layer_loop
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return "unroll" if is_cpu and mesh.size == 1 else "scan"
+    return "unroll" if _is_one_cpu(mesh) else "scan"
+
+
+def logits(model: Model, mesh: jax.sharding.Mesh) -> Literal["whole", "by_part"]:
+    """Returns `Loop.logits`: by part where that is faster, in bfloat16 on a single CPU device."""
+    is_faster = model.compute_dtype == "bfloat16" and _is_one_cpu(mesh)
+    return "by_part" if is_faster else "whole"
+
+
+def _is_one_cpu(mesh: jax.sharding.Mesh) -> bool:
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -6,6 +6,7 @@ is that of two gathers, and each product is computed by one device.
 """
 
 import collections
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from bert_jax.model.layers import force_row_major
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.sharding import Partition, specs
 
@@ -31,27 +33,49 @@ def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     return leaf.ndim == 3 and path[-1].key == "kernel" and any(k.key == "layers" for k in path)
 
 
-def newton_schulz(matrices: jax.Array) -> jax.Array:
-    """Returns approximately the nearest orthogonal matrices: float32 [N, in, out] -> the same."""
+def newton_schulz(matrices: jax.Array, dtype: str) -> jax.Array:
+    """Returns approximately the nearest orthogonal matrices: float32 [N, in, out] -> the same.
+
+    The factors of products are rounded to `dtype`, sums are float32.
+    """
     if matrices.shape[1] > matrices.shape[2]:  # the smaller Gram matrix
-        return newton_schulz(matrices.swapaxes(1, 2)).swapaxes(1, 2)
+        return newton_schulz(_transpose(matrices), dtype).swapaxes(1, 2)
     norms = jnp.sqrt(jnp.sum(jnp.square(matrices), axis=(1, 2), keepdims=True))
     x, (a, b, c) = matrices / (norms + _EPS), _COEFFICIENTS
     for _ in range(_STEPS):
-        gram = x @ x.swapaxes(1, 2)
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = _multiply(x, x, 2, dtype)
+        x = a * x + _multiply(b * gram + c * _multiply(gram, gram, 1, dtype), x, 1, dtype)
     return x
 
 
-def orthogonalize_local(momentum: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _multiply(a: jax.Array, b: jax.Array, axis: int, dtype: str) -> jax.Array:
+    """Contracts the last axis of stacked matrices with an axis of others; sums are float32."""
+    dimensions = (((2,), (axis,)), ((0,), (0,)))
+    return lax.dot_general(
+        a.astype(dtype), b.astype(dtype), dimensions, preferred_element_type=jnp.float32
+    )
+
+
+def _transpose(matrices: jax.Array) -> jax.Array:
+    """Transposes stacked matrices, and on CPUs also the stored order: products are then faster."""
+    transposed = matrices.swapaxes(1, 2)
+    return lax.platform_dependent(transposed, cpu=force_row_major, default=lambda x: x)
+
+
+def orthogonalize_local(
+    momentum: dict[str, jax.Array], dtype: str = "float32"
+) -> dict[str, jax.Array]:
     """Orthogonalises matrices that are whole on one device."""
-    return jax.tree.map(newton_schulz, momentum)
+    return {path: newton_schulz(stack, dtype) for path, stack in momentum.items()}
 
 
-def make_orthogonalize(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonalize:
-    """Returns a function that orthogonalises matrices, sharded or whole on a slice's devices."""
+def make_orthogonalize(partition: Tree, mesh: jax.sharding.Mesh, dtype: str) -> Orthogonalize:
+    """Returns a function that orthogonalises matrices, sharded or whole on a slice's devices.
+
+    `dtype` is the type of the products.
+    """
     if mesh_lib.data_shards(mesh) == 1:
-        return orthogonalize_local
+        return functools.partial(orthogonalize_local, dtype=dtype)
     axes = mesh_lib.data_axes(mesh)
     leaves = jax.tree.leaves_with_path(partition, is_leaf=lambda x: isinstance(x, Partition))
     cuts = {jax.tree_util.keystr(path): cut for path, cut in leaves}
@@ -63,7 +87,8 @@ def make_orthogonalize(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonaliz
         updates = {}
         for (*_, cut), paths in groups.items():
             counts = [len(momentum[path]) for path in paths]
-            stack = _orthogonalize_shards(jnp.concatenate([momentum[p] for p in paths]), cut, axes)
+            stack = jnp.concatenate([momentum[p] for p in paths])
+            stack = _orthogonalize_shards(stack, cut, axes, dtype)
             parts = jnp.split(stack, [sum(counts[:n]) for n in range(1, len(counts))])
             updates |= dict(zip(paths, parts, strict=True))
         return updates
@@ -75,7 +100,9 @@ def make_orthogonalize(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonaliz
     return orthogonalize
 
 
-def _orthogonalize_shards(matrices: jax.Array, cut: Partition, axes: tuple[str, ...]) -> jax.Array:
+def _orthogonalize_shards(
+    matrices: jax.Array, cut: Partition, axes: tuple[str, ...], dtype: str
+) -> jax.Array:
     """Orthogonalises matrices [N, in, out] that are cut alike; each device gets some whole ones."""
     order = cut.axes or axes
     count, devices = len(matrices), math.prod(map(lax.axis_size, order))
@@ -83,6 +110,6 @@ def _orthogonalize_shards(matrices: jax.Array, cut: Partition, axes: tuple[str, 
     matrices = jnp.pad(matrices, ((0, each * devices - count), (0, 0), (0, 0)))
     if cut.data is None:
         own = lax.dynamic_slice_in_dim(matrices, lax.axis_index(order) * each, each)
-        return lax.all_gather(newton_schulz(own), order, axis=0, tiled=True)[:count]
+        return lax.all_gather(newton_schulz(own, dtype), order, axis=0, tiled=True)[:count]
     own = lax.all_to_all(matrices, order, 0, cut.data, tiled=True)
-    return lax.all_to_all(newton_schulz(own), order, cut.data, 0, tiled=True)[:count]
+    return lax.all_to_all(newton_schulz(own, dtype), order, cut.data, 0, tiled=True)[:count]

@@ -130,8 +130,7 @@ class Pretraining:
     ) -> losses_lib.Metrics:
         """Computes the metrics of some rows; there are no frozen parameters."""
         del fixed
-        logits = heads.pretraining_logits(self.model, params, batch, noise, loop)
-        return losses_lib.pretraining(*logits, batch, self.learns)
+        return heads.pretraining_metrics(self.model, params, batch, noise, loop, self.learns)
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
         """Counts predicted tokens and pairs, the denominators of the two losses."""

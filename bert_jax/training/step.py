@@ -143,7 +143,8 @@ def make_train_step(
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
-    tx = optimizer_lib.make_optimizer(optimizer, muon.make_orthogonalize(partition, mesh))
+    orthogonalize = muon.make_orthogonalize(partition, mesh, objective.model.compute_dtype)
+    tx = optimizer_lib.make_optimizer(optimizer, orthogonalize)
     gradients = _map_gradients(spec, partition, (sharding.specs(partition), PartitionSpec()))
 
     def train_step(
@@ -296,7 +297,11 @@ def _map_without_dropout(
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
         refusal = cudnn_attention.refusal(objective.model, mesh.devices.flat[0], parallelism)
-        loop = Loop(layers=mesh_lib.layer_loop(parallelism, mesh), cudnn=refusal is None)
+        loop = Loop(
+            layers=mesh_lib.layer_loop(parallelism, mesh),
+            cudnn=refusal is None,
+            logits=mesh_lib.logits(objective.model, mesh),
+        )
         if parallelism.state != "replicated":
             method, dtype = method_of(mesh_lib.device_kind(mesh)), objective.model.compute_dtype
             collectives = Collectives(mesh_lib.data_axes(mesh), dtype, "float32", method)
