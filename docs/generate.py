@@ -32,6 +32,7 @@ def pages() -> dict[str, str]:
         "settings.md": join(settings_page()),
         "task-settings.md": join(task_settings_page()),
         "commands.md": join(commands_page()),
+        "arguments.md": join(arguments_page()),
         "launchers.md": join(launchers_page()),
         "python.md": join(python_page()),
         "python-classes.md": join(python_classes_page()),
@@ -146,31 +147,31 @@ INSTANCES = "conformance-instances"
 
 
 def commands_page() -> Iterator[str]:
-    """Yields the page of all commands, with the arguments of all but the launchers."""
-    groups = {
-        title.capitalize(): [
-            read_parser(name, command.summary, command.parser(name))
-            for name, command in commands.items()
-        ]
-        for title, commands in cli.GROUPS.items()
-        if title != "launch"
-    }
+    """Yields the page of all commands, with the arguments that each needs."""
     yield from ["# Commands", ""]
     yield (
-        "All commands of `bert-jax`. Words in capitals are values, and arguments in brackets can "
-        "be omitted. The first table has the arguments that a command needs, the tables below "
-        "describe all arguments. Brackets at the end of a meaning show the default. Those of "
-        f"`{INSTANCES}` are named as in google-research/bert, create_pretraining_data.py."
+        "All commands of `bert-jax`, with the arguments that each needs. Words in capitals are "
+        "values, and arguments in brackets can be omitted. [Arguments](arguments.md) describes "
+        "all arguments, and so does `--help` after a command. "
+        f"[Launchers](launchers.md) has those of `launch`. {GENERATED}"
     )
-    yield from ["", f"`--help` after a command prints its arguments. {GENERATED}"]
-    yield from ["", *table("command", "purpose")]
-    for entry in itertools.chain(*groups.values(), read_launchers()):
-        yield row(f"`{entry.synopsis}`", mark_code(entry.purpose))
     yield ""
+    yield "All commands end with the same [exit codes](exit-codes.md)."
+    yield from ["", *table("command", "purpose")]
+    for entry in itertools.chain(*read_groups().values(), read_launchers()):
+        yield row(f"`{entry.synopsis}`", mark_code(entry.purpose))
+
+
+def arguments_page() -> Iterator[str]:
+    """Yields the page of the arguments of all commands but the launchers."""
+    yield from ["# Arguments", ""]
     yield (
-        "See [launchers](launchers.md) for the arguments of `launch`, and [exit "
-        "codes](exit-codes.md) for the exit codes of all commands."
+        "The arguments of all [commands](commands.md) but `launch` ([launchers](launchers.md)). "
+        "Words in capitals are values. Brackets at the end of a meaning show the default. The "
+        f"arguments of `{INSTANCES}` are named as in google-research/bert, "
+        f"create_pretraining_data.py. {GENERATED}"
     )
+    groups = read_groups()
     owners = {entry.name: title for title, entries in groups.items() for entry in entries}
     users = find_users(itertools.chain(*groups.values()))
     shared = [a for a in users if a.is_shared or len({owners[name] for name in users[a]}) > 1]
@@ -184,6 +185,18 @@ def commands_page() -> Iterator[str]:
     yield from table("argument", "meaning", "commands")
     yield from (row(a.form, a.meaning, ", ".join(users[a])) for a in shared)
     yield row("`--debug`", "show tracebacks of errors", "all")
+
+
+def read_groups() -> dict[str, list[CommandEntry]]:
+    """Returns the commands in groups, without the launchers."""
+    return {
+        title.capitalize(): [
+            read_parser(name, command.summary, command.parser(name))
+            for name, command in commands.items()
+        ]
+        for title, commands in cli.GROUPS.items()
+        if title != "launch"
+    }
 
 
 def launchers_page() -> Iterator[str]:

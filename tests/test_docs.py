@@ -22,7 +22,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 # The most lines of a page; see `most_lines` for the others.
 LIMITS = {"README.md": 150, "WORKSPACE.md": 150, "AGENTS.md": 40}
-LIMITS |= {"CHANGELOG.md": 200, "CONTRIBUTING.md": 200, "docs/reference/commands.md": 215}
+LIMITS |= {"CHANGELOG.md": 200, "CONTRIBUTING.md": 200}
 # What the guides have their reader export.
 VARIABLES = {"PROJECT": "p", "ZONE": "us-west4-a", "REGION": "us-west4", "BUCKET": "b"}
 VARIABLES |= {"PRICE": "1.5", "IMAGE": "r/i:1"}
