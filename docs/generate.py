@@ -150,10 +150,10 @@ def commands_page() -> Iterator[str]:
     """Yields the page of all commands, with the arguments that each needs."""
     yield from ["# Commands", ""]
     yield (
-        "All commands of `bert-jax`, with the arguments that each needs. Words in capitals are "
-        "values, and arguments in brackets can be omitted. [Arguments](arguments.md) describes "
-        "all arguments, and so does `--help` after a command. "
-        f"[Launchers](launchers.md) has those of `launch`. {GENERATED}"
+        "All commands of `bert-jax`, with their most important arguments. Words in capitals "
+        "stand for values, and arguments in brackets are optional. [Arguments](arguments.md) "
+        "lists all arguments except those of `launch`, which are in [Launchers](launchers.md). "
+        f"The flag `--help` prints those of one command. {GENERATED}"
     )
     yield ""
     yield "All commands end with the same [exit codes](exit-codes.md)."
@@ -166,10 +166,10 @@ def arguments_page() -> Iterator[str]:
     """Yields the page of the arguments of all commands but the launchers."""
     yield from ["# Arguments", ""]
     yield (
-        "The arguments of all [commands](commands.md) but `launch` ([launchers](launchers.md)). "
-        "Words in capitals are values. Brackets at the end of a meaning show the default. The "
-        f"arguments of `{INSTANCES}` are named as in google-research/bert, "
-        f"create_pretraining_data.py. {GENERATED}"
+        "This page lists the arguments of all [commands](commands.md) except `launch` "
+        "([Launchers](launchers.md)). Words in capitals stand for values. Brackets at the end of "
+        f"a meaning show the default. The arguments of `{INSTANCES}` are not listed: they are "
+        f"named as in google-research/bert, create_pretraining_data.py. {GENERATED}"
     )
     groups = read_groups()
     owners = {entry.name: title for title, entries in groups.items() for entry in entries}

@@ -45,7 +45,7 @@ ABOVE = {
     "distributed": 1_202,
     "embeddings": 2_119,
     "interop": 3_388,
-    "model": 3_795,
+    "model": 3_800,
     "pretraining": 1_239,
     "serve": 766,
     "storage": 2_127,
@@ -53,9 +53,9 @@ ABOVE = {
     "text": 3_323,
     "tools": 9_208,
     "training": 2_463,
-    "benchmarks": 3_752,
+    "benchmarks": 4_034,
     "experiments": 1_841,
-    "tests": 42_441,
+    "tests": 42_462,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -30,13 +30,14 @@ LINEAR_OUTPUT = "product"
 
 
 class Loop(NamedTuple):
-    """Settings of the loop over layers."""
+    """Options of computing a model: those of the loop over layers, and that of the loss."""
 
     remat: Literal["none", "dots", "full"] = "none"  # recomputed: nothing, all but products, all
     layers: Literal["scan", "unroll"] = "scan"
     kernels: Kernels | None = None  # settings of TPU kernels; None: there are none
     cudnn: bool = False  # whether cuDNN computes attention where it can, see `cudnn_attention`
-    logits: Literal["whole", "by_part"] = "whole"  # of predicted tokens; by part: see `token_loss`
+    # Whether the loss of predicted tokens has all logits in memory, or chunks: see `token_loss`.
+    token_loss: Literal["all_logits", "by_chunk"] = "all_logits"
     # Takes sharded layers. Returns the arrays to scan, and a function that makes a whole layer of
     # this device's shard of it. The function is called inside the rematerialized block, so that
     # only one layer is whole at a time.

@@ -15,8 +15,8 @@ from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_functions
 
-# Logit of vocabulary rows that stand for no token.
-_PADDING_LOGIT = -1e9
+# Bias of vocabulary rows that stand for no token, so that their probability is 0.
+_PADDING_BIAS = -1e9
 
 Params = dict[str, Any]
 
@@ -74,21 +74,20 @@ def masked_lm_logits(
 
 def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
     """Computes logits over the vocabulary: hidden states [..., D] -> float32 [..., V]."""
-    return layers.linear(*_output_layer(model, cfg, hidden), "outputs_inputs")
+    return layers.linear(*_output_projection(model, cfg, hidden), "outputs_inputs")
 
 
-def _output_layer(
+def _output_projection(
     model: TokenModel, cfg: Model, hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the inputs [..., D] of the last layer, and its weights [V, D] and biases [V].
+    """Returns the inputs [..., D], weights [V, D] and biases [V] of the product that gives logits.
 
     The weights are `model.masked_lm.output` if the model has it, else the word embeddings.
     """
     table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
     transformed = model.masked_lm(hidden)
     bias = model.masked_lm.output_bias[...]
-    # Padding rows of the vocabulary have no probability.
-    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _PADDING_LOGIT)
+    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _PADDING_BIAS)
     return transformed, table, bias
 
 
@@ -114,16 +113,19 @@ def pretraining_metrics(
     loop: Loop,
     objective: str,
 ) -> losses.Metrics:
-    """Computes losses and accuracies of an objective's tasks for a batch of `data.batches`."""
-    if loop.logits == "whole":
+    """Computes the metrics of the tasks of `data.objective` for a batch of `data.batches`."""
+    if loop.token_loss == "all_logits":
         logits = pretraining_logits(cfg, params, batch, noise, loop)
         return losses.pretraining(*logits, batch, objective)
     model = merge(cfg, params)
     hidden = _encode_batch(model, cfg, batch, noise, loop)
     predicted = jnp.take_along_axis(hidden, batch["masked_lm_positions"][:, :, None], axis=1)
-    layer = _output_layer(model, cfg, predicted)
-    sums = token_loss.classify_by_part(*layer, batch["masked_lm_ids"], batch["masked_lm_weights"])
-    return losses.add_pairs(sums, _pair_logits(model, hidden), batch, objective)
+    sums = token_loss.classify_tokens(
+        *_output_projection(model, cfg, predicted),
+        batch["masked_lm_ids"],
+        batch["masked_lm_weights"],
+    )
+    return losses.add_pair_metrics(sums, _pair_logits(model, hidden), batch, objective)
 
 
 def _encode_batch(

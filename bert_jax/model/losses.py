@@ -94,10 +94,10 @@ def pretraining(
       objective: `data.objective`.
     """
     sums = classification(tokens, batch["masked_lm_ids"], batch["masked_lm_weights"])
-    return add_pairs(sums, pairs, batch, objective)
+    return add_pair_metrics(sums, pairs, batch, objective)
 
 
-def add_pairs(
+def add_pair_metrics(
     sums: tuple[jax.Array, ...],
     pairs: jax.Array,
     batch: dict[str, jax.Array],

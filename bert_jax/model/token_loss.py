@@ -1,12 +1,11 @@
-"""The loss of predicted tokens, computed for one part of the vocabulary after another.
+"""The loss of predicted tokens, computed in chunks of the vocabulary.
 
-All logits together are the largest array of a step: predictions x vocabulary in float32. On a CPU
-with fast products in bfloat16, writing and reading it takes longer than the products. Here a part
-of the logits is computed, used and forgotten, and computed again in the backward pass (Wijmans et
-al. 2024, Cut Your Losses in Large-Vocabulary Language Models).
+The array of all logits, float32 [predictions, vocabulary], is the largest of a training step. On a
+CPU with fast matrix products in bfloat16, writing and reading it takes longer than the products.
+Here one chunk of the logits is computed, used and discarded after another. The backward pass
+computes them again (Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models).
 
-Shape letters: R predictions, D width, V vocabulary rows, N parts of the vocabulary, C rows of a
-part.
+Shape letters: P predictions, D width, V vocabulary rows (padded), N chunks, C tokens of a chunk.
 """
 
 from typing import Any
@@ -18,107 +17,110 @@ from jax import lax
 from bert_jax.model.encoder import VOCAB_MULTIPLE
 from bert_jax.model.layers import force_row_major
 
-_Saved = tuple[jax.Array, ...]
+_CHUNK = VOCAB_MULTIPLE  # tokens; divides the number of rows of every vocabulary
+_Arrays = tuple[jax.Array, ...]
 
 
-def classify_by_part(
+def classify_tokens(
     hidden: jax.Array,
     table: jax.Array,
     bias: jax.Array,
     labels: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `losses.classification` of the logits `layers.linear(hidden, table, bias)`.
+    """Computes the same as `losses.classification` of all logits, hidden x table^T + bias.
 
     Args:
-      hidden: [..., D], any float type, which is that of the products.
+      hidden: [..., D], any float type, to which the table is rounded; sums are float32.
       table: float32 [V, D].
       bias: float32 [V].
       labels: int32 [...].
-      weights: float32 [...]; 0 excludes a prediction.
+      weights: float32 [...]; 0 excludes a prediction. They get no gradient.
 
     Returns:
-      (sum of weighted losses in nats, sum of weights) and (weighted hits, sum of weights).
+      float32 [2], the sum of weighted losses in nats and the sum of weights; and float32 [2], the
+      sum of weighted hits and the sum of weights.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     weights = weights.reshape(-1)
-    loss, hits = _sums(hidden, table, bias, labels, weights)
+    loss, hits = _loss_and_hits(hidden, table, bias, labels, weights)
     count = weights.sum()
     return jnp.stack([loss, count]), jnp.stack([hits, count])
 
 
 @jax.custom_vjp
-def _sums(
+def _loss_and_hits(
     hidden: jax.Array, table: jax.Array, bias: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of weighted losses and of weighted hits of predictions [R, D]."""
+    """Returns the sums of weighted losses and of weighted hits; hidden is [P, D]."""
     return _forward(hidden, table, bias, labels, weights)[0]
 
 
 def _forward(
     hidden: jax.Array, table: jax.Array, bias: jax.Array, labels: jax.Array, weights: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
-    def add_part(sums: _Saved, part: _Saved) -> tuple[_Saved, None]:
-        """Adds a part of the vocabulary to the maximum, the denominator and the label's logit."""
-        maximum, denominator, label_logits = sums
-        rows, biases, first = part
+) -> tuple[tuple[jax.Array, jax.Array], _Arrays]:
+    def add_chunk(state: _Arrays, chunk: _Arrays) -> tuple[_Arrays, None]:
+        """Updates the maximum, the sum of exponentials and the label's logit with a chunk."""
+        old_maximum, exponentials, label_logits = state
+        rows, biases, offset = chunk
         logits = _logits(hidden, rows, biases)
-        new = jnp.maximum(maximum, logits.max(axis=1))
-        denominator *= jnp.exp(maximum - new)
-        denominator += jnp.exp(logits - new[:, None]).sum(axis=1)
-        columns = labels - first
-        own = jnp.take_along_axis(logits, columns[:, None], axis=1, mode="clip")[:, 0]
-        is_inside = (columns >= 0) & (columns < len(rows))
-        return (new, denominator, jnp.where(is_inside, own, label_logits)), None
+        maximum = jnp.maximum(old_maximum, logits.max(axis=1))
+        exponentials *= jnp.exp(old_maximum - maximum)
+        exponentials += jnp.exp(logits - maximum[:, None]).sum(axis=1)
+        columns = labels - offset
+        is_inside = (columns >= 0) & (columns < _CHUNK)
+        in_chunk = jnp.take_along_axis(logits, columns[:, None], axis=1, mode="clip")[:, 0]
+        return (maximum, exponentials, jnp.where(is_inside, in_chunk, label_logits)), None
 
     zeros = jnp.zeros(len(hidden))
     start = jnp.full_like(zeros, -jnp.inf), zeros, zeros
-    (maximum, denominator, label_logits), _ = lax.scan(add_part, start, _parts(table, bias))
-    log_sums = maximum + jnp.log(denominator)
-    sums = weights * (log_sums - label_logits), weights * (label_logits >= maximum)
-    return jax.tree.map(jnp.sum, sums), (hidden, table, bias, labels, weights, log_sums)
+    (maximum, exponentials, label_logits), _ = lax.scan(add_chunk, start, _chunks(table, bias))
+    log_denominators = maximum + jnp.log(exponentials)
+    loss = (weights * (log_denominators - label_logits)).sum()
+    hits = (weights * (label_logits >= maximum)).sum()
+    return (loss, hits), (hidden, table, bias, labels, weights, log_denominators)
 
 
 def _backward(
-    saved: _Saved, gradients: tuple[jax.Array, jax.Array]
+    saved: _Arrays, output_gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    hidden, table, bias, labels, weights, log_sums = saved
-    scale = gradients[0] * weights
+    hidden, table, bias, labels, weights, log_denominators = saved
+    scale = output_gradients[0] * weights  # hits have no gradient
 
-    def add_part(d_hidden: jax.Array, part: _Saved) -> tuple[jax.Array, _Saved]:
-        """Adds a part's gradient of the hidden states; returns those of its rows and biases."""
-        rows, biases, first = part
-        shares = jnp.exp(_logits(hidden, rows, biases) - log_sums[:, None])
-        is_label = jnp.arange(len(rows)) == (labels - first)[:, None]
-        d_logits = (shares - is_label) * scale[:, None]
+    def add_chunk(d_hidden: jax.Array, chunk: _Arrays) -> tuple[jax.Array, _Arrays]:
+        """Adds to the gradient of `hidden`; returns the gradients of a chunk's rows and biases."""
+        rows, biases, offset = chunk
+        probabilities = jnp.exp(_logits(hidden, rows, biases) - log_denominators[:, None])
+        is_label = jnp.arange(_CHUNK) == (labels - offset)[:, None]
+        d_logits = (probabilities - is_label) * scale[:, None]
         d_biases = d_logits.sum(axis=0)
         d_logits = d_logits.astype(hidden.dtype)
-        d_hidden += _product(d_logits, rows.astype(hidden.dtype), 0)
-        # Only a row-major first operand is multiplied at full speed, see `layers`.
-        return d_hidden, (_product(force_row_major(d_logits.T), hidden, 0), d_biases)
+        d_hidden += _multiply(d_logits, rows.astype(hidden.dtype), 0)
+        # On CPUs a product is fast only if its first matrix is row-major.
+        d_rows = _multiply(force_row_major(d_logits.T), hidden, 0)
+        return d_hidden, (d_rows, d_biases)
 
     start = jnp.zeros(hidden.shape, jnp.float32)
-    d_hidden, (d_table, d_bias) = lax.scan(add_part, start, _parts(table, bias))
+    d_hidden, (d_table, d_bias) = lax.scan(add_chunk, start, _chunks(table, bias))
     d_table, d_bias = d_table.reshape(table.shape), d_bias.reshape(bias.shape)
     return d_hidden.astype(hidden.dtype), d_table, d_bias, None, None
 
 
-_sums.defvjp(_forward, _backward)
+_loss_and_hits.defvjp(_forward, _backward)
 
 
-def _parts(table: jax.Array, bias: jax.Array) -> _Saved:
-    """Cuts the vocabulary: float32 [N, C, D], [N, C], and the number of each part's first row."""
-    count = len(table) // VOCAB_MULTIPLE
-    firsts = jnp.arange(count) * VOCAB_MULTIPLE
-    return table.reshape(count, VOCAB_MULTIPLE, -1), bias.reshape(count, VOCAB_MULTIPLE), firsts
+def _chunks(table: jax.Array, bias: jax.Array) -> _Arrays:
+    """Splits the vocabulary: rows [N, C, D], biases [N, C], and first token ids [N]."""
+    offsets = jnp.arange(0, len(table), _CHUNK)
+    return table.reshape(len(offsets), _CHUNK, -1), bias.reshape(-1, _CHUNK), offsets
 
 
 def _logits(hidden: jax.Array, rows: jax.Array, biases: jax.Array) -> jax.Array:
-    """Computes the logits of a part, float32 [R, C]."""
-    return _product(hidden, rows.astype(hidden.dtype), 1) + biases
+    """Computes the logits of a chunk, float32 [P, C]."""
+    return _multiply(hidden, rows.astype(hidden.dtype), 1) + biases
 
 
-def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Contracts the columns of a matrix with an axis of another; sums are float32."""
+def _multiply(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Multiplies matrices: contracts axis 1 of a with `axis` of b; sums are float32."""
     dimensions: Any = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

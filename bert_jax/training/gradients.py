@@ -114,8 +114,8 @@ class ShardGradient:
         kernels = BY_DEVICE.get(mesh_lib.device_kind(self.spec.mesh)) if has_kernels else None
         refusal = cudnn_attention.refusal(model, self.spec.mesh.devices.flat[0], parallelism)
         layer_loop = mesh_lib.layer_loop(parallelism, self.spec.mesh)
-        logits = mesh_lib.logits(model, self.spec.mesh)
-        loop = Loop(parallelism.remat, layer_loop, kernels, refusal is None, logits)
+        token_loss = mesh_lib.token_loss(model, self.spec.mesh)
+        loop = Loop(parallelism.remat, layer_loop, kernels, refusal is None, token_loss)
         if parallelism.state == "zero3":
             return gather_outside_layers(params, self.partition, self._collectives, loop, mark)
         return recompute_check.fingerprint_gradient(params, mark), loop

@@ -173,16 +173,16 @@ def layer_loop(parallelism: Parallelism, mesh: jax.sharding.Mesh) -> Literal["sc
     """
     if parallelism.layer_loop != "auto":
         return parallelism.layer_loop
-    return "unroll" if _is_one_cpu(mesh) else "scan"
+    return "unroll" if _is_one_cpu_device(mesh) else "scan"
 
 
-def logits(model: Model, mesh: jax.sharding.Mesh) -> Literal["whole", "by_part"]:
-    """Returns `Loop.logits`: by part where that is faster, in bfloat16 on a single CPU device."""
-    is_faster = model.compute_dtype == "bfloat16" and _is_one_cpu(mesh)
-    return "by_part" if is_faster else "whole"
+def token_loss(model: Model, mesh: jax.sharding.Mesh) -> Literal["all_logits", "by_chunk"]:
+    """Returns `Loop.token_loss`: chunks where they are faster, in bfloat16 on one CPU device."""
+    is_faster = model.compute_dtype == "bfloat16" and _is_one_cpu_device(mesh)
+    return "by_chunk" if is_faster else "all_logits"
 
 
-def _is_one_cpu(mesh: jax.sharding.Mesh) -> bool:
+def _is_one_cpu_device(mesh: jax.sharding.Mesh) -> bool:
     return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
 

@@ -36,9 +36,9 @@ def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
 def newton_schulz(matrices: jax.Array, dtype: str) -> jax.Array:
     """Returns approximately the nearest orthogonal matrices: float32 [N, in, out] -> the same.
 
-    The factors of products are rounded to `dtype`, sums are float32.
+    The inputs of matrix products are rounded to `dtype`, sums are float32.
     """
-    if matrices.shape[1] > matrices.shape[2]:  # the smaller Gram matrix
+    if matrices.shape[1] > matrices.shape[2]:  # so that the Gram matrix is the smaller one
         return newton_schulz(_transpose(matrices), dtype).swapaxes(1, 2)
     norms = jnp.sqrt(jnp.sum(jnp.square(matrices), axis=(1, 2), keepdims=True))
     x, (a, b, c) = matrices / (norms + _EPS), _COEFFICIENTS
@@ -49,7 +49,7 @@ def newton_schulz(matrices: jax.Array, dtype: str) -> jax.Array:
 
 
 def _multiply(a: jax.Array, b: jax.Array, axis: int, dtype: str) -> jax.Array:
-    """Contracts the last axis of stacked matrices with an axis of others; sums are float32."""
+    """Multiplies stacked matrices: contracts axis 2 of a with `axis` of b; sums are float32."""
     dimensions = (((2,), (axis,)), ((0,), (0,)))
     return lax.dot_general(
         a.astype(dtype), b.astype(dtype), dimensions, preferred_element_type=jnp.float32
@@ -57,7 +57,7 @@ def _multiply(a: jax.Array, b: jax.Array, axis: int, dtype: str) -> jax.Array:
 
 
 def _transpose(matrices: jax.Array) -> jax.Array:
-    """Transposes stacked matrices, and on CPUs also the stored order: products are then faster."""
+    """Transposes stacked matrices. On CPUs they are stored row-major, for faster products."""
     transposed = matrices.swapaxes(1, 2)
     return lax.platform_dependent(transposed, cpu=force_row_major, default=lambda x: x)
 
@@ -72,7 +72,7 @@ def orthogonalize_local(
 def make_orthogonalize(partition: Tree, mesh: jax.sharding.Mesh, dtype: str) -> Orthogonalize:
     """Returns a function that orthogonalises matrices, sharded or whole on a slice's devices.
 
-    `dtype` is the type of the products.
+    The inputs of matrix products are rounded to `dtype`.
     """
     if mesh_lib.data_shards(mesh) == 1:
         return functools.partial(orthogonalize_local, dtype=dtype)

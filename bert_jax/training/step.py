@@ -300,7 +300,7 @@ def _map_without_dropout(
         loop = Loop(
             layers=mesh_lib.layer_loop(parallelism, mesh),
             cudnn=refusal is None,
-            logits=mesh_lib.logits(objective.model, mesh),
+            token_loss=mesh_lib.token_loss(objective.model, mesh),
         )
         if parallelism.state != "replicated":
             method, dtype = method_of(mesh_lib.device_kind(mesh)), objective.model.compute_dtype

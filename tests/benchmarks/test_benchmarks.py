@@ -136,6 +136,16 @@ def test_torch_step_prints_its_figures(tmp_path):
 
 
 @pytest.mark.skipif(
+    not (measure.ROOT / ".venv-torch" / "curves").exists(), reason="`make bench-curves` first"
+)
+def test_curves_has_a_point_of_each_trainer_and_a_picture(tmp_path):
+    picture = tmp_path / "curves.png"
+    arguments = ("--sizes", "tiny", "--cpu-seconds", 5, "--folder", tmp_path / "runs")
+    assert len(figures("curves", tmp_path, *arguments, "--picture", picture)) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(
     not (measure.ROOT / ".venv-torch" / "embed").exists(), reason="`make bench-embed` first"
 )
 def test_embed_prints_its_figures_and_both_sides_agree(tmp_path):

@@ -65,17 +65,19 @@ def test_layers_are_unrolled_by_default_on_a_single_cpu(setting, platform, devic
 @pytest.mark.parametrize(
     ("dtype", "platform", "devices", "expected"),
     [
-        ("bfloat16", "cpu", 1, "by_part"),
-        ("float32", "cpu", 1, "whole"),
-        ("bfloat16", "cpu", 2, "whole"),
-        ("bfloat16", "tpu", 1, "whole"),
+        ("bfloat16", "cpu", 1, "by_chunk"),
+        ("float32", "cpu", 1, "all_logits"),
+        ("bfloat16", "cpu", 2, "all_logits"),
+        ("bfloat16", "tpu", 1, "all_logits"),
     ],
 )
-def test_logits_are_computed_by_part_where_that_is_faster(dtype, platform, devices, expected):
+def test_the_token_loss_is_computed_in_chunks_where_that_is_faster(
+    dtype, platform, devices, expected
+):
     device = types.SimpleNamespace(platform=platform)
     mesh = types.SimpleNamespace(devices=np.array([device] * devices), size=devices)
     model = dataclasses.replace(samples.MODEL, compute_dtype=dtype)
-    assert mesh_lib.logits(model, mesh) == expected
+    assert mesh_lib.token_loss(model, mesh) == expected
 
 
 @pytest.mark.long
