@@ -137,7 +137,17 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
     corpus.require_enough_text(workdir.corpus, experiment)
     both_types = hours >= _BFLOAT16_HOURS and "model.compute_dtype" not in given
-    experiment, seconds, type_reasons = _choose_type(experiment, both_types, workdir, progress)
+    experiment, seconds, speedup, type_reasons = _choose_type(
+        experiment, both_types, workdir, progress
+    )
+    if speedup > 1.0 and not base:
+        # More steps fit into the hours, so a larger encoder may be the best one.
+        operations *= speedup
+        larger = config.override(_fresh_experiment(name, text, operations), settings)
+        model = dataclasses.replace(larger.model, compute_dtype="bfloat16")
+        larger = dataclasses.replace(larger, model=model)
+        if larger != experiment and larger.model.vocab_size == vocab_size:
+            experiment, seconds = larger, _step_seconds(larger, workdir, progress)
     left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
     experiment = config.override(experiment, settings)  # they also override `_with_steps`
@@ -287,22 +297,23 @@ def _experiment(
 
 def _choose_type(
     experiment: Experiment, both_types: bool, workdir: Workdir, progress: Progress
-) -> tuple[Experiment, float, list[str]]:
-    """Times steps; returns the experiment, the seconds of a step, and lines that explain the type.
+) -> tuple[Experiment, float, float, list[str]]:
+    """Times steps; returns the experiment, the seconds of a step, a speedup, and explanations.
 
     With `both_types`, steps are timed in float32 and bfloat16 on a CPU, and the experiment gets the
-    faster type. Accelerators always compute in bfloat16.
+    faster type. The speedup is that over float32. Accelerators always compute in bfloat16.
     """
     seconds = _step_seconds(experiment, workdir, progress)
     if not both_types or jax.devices()[0].platform != "cpu":
-        return experiment, seconds, []
+        return experiment, seconds, 1.0, []
     model = dataclasses.replace(experiment.model, compute_dtype="bfloat16")
     in_bfloat16 = dataclasses.replace(experiment, model=model)
     bfloat16_seconds = _step_seconds(in_bfloat16, workdir, progress)
     line = f"a step takes {seconds:.3g} s in float32, {bfloat16_seconds:.3g} s in bfloat16"
     if bfloat16_seconds < _BFLOAT16_SHARE * seconds:
-        return in_bfloat16, bfloat16_seconds, [f"compute type: bfloat16; {line}"]
-    return experiment, seconds, [f"compute type: float32; {line}"]
+        speedup = seconds / bfloat16_seconds
+        return in_bfloat16, bfloat16_seconds, speedup, [f"compute type: bfloat16; {line}"]
+    return experiment, seconds, 1.0, [f"compute type: float32; {line}"]
 
 
 def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:

@@ -75,6 +75,31 @@ def test_a_cpu_computes_in_bfloat16_if_its_steps_are_faster(
         assert not any(line.startswith("compute type") for line in choice.reasons)
 
 
+@pytest.mark.parametrize(("vocab_size", "layers"), [(1_000, 2), (2_000, 1)])
+def test_faster_steps_want_a_larger_encoder_with_the_same_vocabulary(
+    here, monkeypatch, vocab_size, layers
+):
+    """In 0.2 hours, 7.2e11 operations in float32 are as many steps as 1.44e12 in bfloat16."""
+    sizes = (auto.Size(0.0, 1, 64, 8, 1_000), auto.Size(1e12, 2, 128, 8, vocab_size))
+    monkeypatch.setattr(auto, "SIZES", sizes)
+    monkeypatch.setattr(auto, "_BYTES_PER_ENTRY", 1)
+    models = []
+
+    def time_phases(experiment, *_):
+        models.append(experiment.model)
+        return [{"steps_per_second": 0.5 if models[-1].compute_dtype == "bfloat16" else 0.25}]
+
+    monkeypatch.setattr(budget, "time_phases", time_phases)
+    without_corpus(monkeypatch)
+    request = auto.Request("text", 0.2, None, ())
+    experiment, reasons = auto.choose_experiment(
+        request, Workdir("w"), types.SimpleNamespace(report=str)
+    )
+    assert experiment.model == models[-1] and experiment.model.num_hidden_layers == layers
+    assert experiment.model.compute_dtype == "bfloat16" and len(models) == layers + 1
+    assert any("for a budget of 1.4e+12 operations" in line for line in reasons)
+
+
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_language_is_assumed_from_the_script_and_only_english_is_lower_cased(here, code):
     (here / "d.txt").write_text(unicodedata.normalize("NFD", SENTENCES[code]))
