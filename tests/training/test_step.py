@@ -1,6 +1,7 @@
 """A training step gives the same result in every layout."""
 
 import dataclasses
+import re
 from typing import ClassVar
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import samples
 from compare import assert_close, assert_identical
 
-from bert_jax.config import Parallelism
+from bert_jax.config import Optimizer, Parallelism
 from bert_jax.data import batches
 from bert_jax.model import heads, losses
 from bert_jax.training import optimizer as optimizer_lib
@@ -305,6 +306,26 @@ def test_logits_are_computed_only_at_predicted_positions():
     ).as_text()
     assert "8x3x1024xf32" in text or "24x1024xf32" in text
     assert "20x1024xf32" not in text and "160x1024xf32" not in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bfloat16_on_one_cpu_has_chunks_of_logits_and_short_products_in_muon(dtype):
+    model = dataclasses.replace(samples.MODEL, vocab_size=2_000, compute_dtype=dtype)
+    objective, mesh = Pretraining(model), samples.mesh_of(1)
+    optimizer = Optimizer(name="muon", peak_learning_rate=1e-3)
+    batch = samples.train_batches(samples.SHAPE).batch(0, np.arange(8))
+    state, window = step.init_state(objective, optimizer, 0), step.empty_window(objective.metrics)
+    train_step = step.make_train_step(
+        step.StepSpec(objective, optimizer, Parallelism(), 1, mesh), 100
+    )
+    eval_step = step.make_eval_step(objective, Parallelism(), mesh)
+    trained = train_step.lower(state, window, batch, step.phase_key(model, 0, 0)).as_text()
+    sums = {name: jnp.zeros(2) for name in objective.metrics}
+    for text in (trained, eval_step.lower(state["params"], sums, batch).as_text()):
+        assert ("24x1024xf32" in text) == (dtype == "bfloat16")
+        assert ("x2048xf32>" in text) == (dtype == "float32")
+    gram = re.compile(r"batching_dims = \[0\] x \[0\].*: \(tensor<2x32x32xbf16>")
+    assert bool(gram.search(trained)) == (dtype == "bfloat16")
 
 
 def test_state_and_window_are_donated(monkeypatch):
