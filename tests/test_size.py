@@ -52,10 +52,10 @@ ABOVE = {
     "tasks": 5_554,
     "text": 3_323,
     "tools": 9_219,
-    "training": 2_463,
+    "training": 2_465,
     "benchmarks": 4_034,
     "experiments": 1_841,
-    "tests": 42_487,
+    "tests": 42_508,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -39,12 +39,12 @@ def newton_schulz(matrices: jax.Array, dtype: str) -> jax.Array:
     The inputs of matrix products are rounded to `dtype`, sums are float32.
     """
     if matrices.shape[1] > matrices.shape[2]:  # so that the Gram matrix is the smaller one
-        return newton_schulz(_transpose(matrices), dtype).swapaxes(1, 2)
+        return newton_schulz(_transpose(matrices, dtype), dtype).swapaxes(1, 2)
     norms = jnp.sqrt(jnp.sum(jnp.square(matrices), axis=(1, 2), keepdims=True))
     x, (a, b, c) = matrices / (norms + _EPS), _COEFFICIENTS
     for _ in range(_STEPS):
         gram = _multiply(x, x, 2, dtype)
-        x = a * x + _multiply(b * gram + c * _multiply(gram, gram, 1, dtype), x, 1, dtype)
+        x = a * x + _multiply(b * gram + _multiply(c * gram, gram, 1, dtype), x, 1, dtype)
     return x
 
 
@@ -56,9 +56,11 @@ def _multiply(a: jax.Array, b: jax.Array, axis: int, dtype: str) -> jax.Array:
     )
 
 
-def _transpose(matrices: jax.Array) -> jax.Array:
-    """Transposes stacked matrices. On CPUs they are stored row-major, for faster products."""
+def _transpose(matrices: jax.Array, dtype: str) -> jax.Array:
+    """Transposes stacked matrices; on CPUs stores them row-major if products of `dtype` need it."""
     transposed = matrices.swapaxes(1, 2)
+    if dtype == "float32":
+        return transposed
     return lax.platform_dependent(transposed, cpu=force_row_major, default=lambda x: x)
 
 
