@@ -55,7 +55,8 @@ ABOVE = {
     "training": 2_465,
     "benchmarks": 4_034,
     "experiments": 1_841,
-    "tests": 42_508,
+    "tables": 624,
+    "tests": 42_509,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
