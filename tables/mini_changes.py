@@ -48,10 +48,7 @@ def table() -> Table:
         "mini": (mini, 450),
         "growing-rows": (_in_halves(mini, {"batch_size": 24}, {"batch_size": 72}), 410),
         "short-rows-first": (_in_halves(mini, short, {}), 464),
-        "speeches-fifth": (
-            config.override(mini, ["corpus.temperature=0", "corpus.mixture=4,1"]),
-            450,
-        ),
+        "speeches-fifth": (config.override(mini, ["phases.0.mixture=4,1"]), 450),
         "speeches-first": (
             _in_halves(mini, {"mixture": _SPEECHES_ALONE}, {"mixture": _NOVELS_ALONE}),
             450,
