@@ -177,7 +177,7 @@ def draw(curves: dict[str, dict[str, Curve]], picture: str) -> None:
         panel.set_title(size)
         panel.set_xlabel("CPU seconds of training steps")
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("nats per masked token below the unigram baseline")
+    panels[0].set_ylabel("nats below the unigram baseline")
     panels[0].legend(fontsize=8)
     figure.savefig(picture, dpi=110)
 
