@@ -1,4 +1,4 @@
-"""Nats below the unigram baseline against CPU time, of two recipes and transformers' Trainer.
+"""Nats below the unigram baseline against CPU time, of three ways to train.
 
 For each size, three runs of equal CPU time train on the same text: our recipe, the recipe of Devlin
 et al. 2018, and the latter with the Trainer of transformers. They have the same vocabulary and rows

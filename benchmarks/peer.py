@@ -289,7 +289,7 @@ class Curve:
 
 
 class HeldOutScorer(transformers.TrainerCallback):
-    """Scores held-out rows after every `every` steps and the last; excludes its own CPU time."""
+    """Scores held-out rows now and then and at the end. Its CPU time is not counted."""
 
     def __init__(self, model: torch.nn.Module, held_out: list[Batch], every: int):
         self.losses: list[tuple[float, float]] = []  # CPU seconds, and nats

@@ -120,7 +120,7 @@ def pretraining_metrics(
     model = merge(cfg, params)
     hidden = _encode_batch(model, cfg, batch, noise, loop)
     predicted = jnp.take_along_axis(hidden, batch["masked_lm_positions"][:, :, None], axis=1)
-    sums = token_loss.classify_tokens(
+    sums = token_loss.loss_and_hits(
         *_output_projection(model, cfg, predicted),
         batch["masked_lm_ids"],
         batch["masked_lm_weights"],

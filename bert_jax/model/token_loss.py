@@ -1,9 +1,10 @@
-"""The loss of predicted tokens, computed in chunks of the vocabulary.
+"""The cross-entropy of predicted tokens, computed in chunks of the vocabulary.
 
 The array of all logits, float32 [predictions, vocabulary], is the largest of a training step. On a
 CPU with fast matrix products in bfloat16, writing and reading it takes longer than the products.
-Here one chunk of the logits is computed, used and discarded after another. The backward pass
-computes them again (Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models).
+Here the logits are computed one chunk at a time, and each chunk is discarded after use. The
+backward pass computes them again (Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language
+Models).
 
 Shape letters: P predictions, D width, V vocabulary rows (padded), N chunks, C tokens of a chunk.
 """
@@ -17,18 +18,18 @@ from jax import lax
 from bert_jax.model.encoder import VOCAB_MULTIPLE
 from bert_jax.model.layers import force_row_major
 
-_CHUNK = VOCAB_MULTIPLE  # tokens; divides the number of rows of every vocabulary
+_CHUNK = VOCAB_MULTIPLE  # tokens; every padded vocabulary has a multiple of them
 _Arrays = tuple[jax.Array, ...]
 
 
-def classify_tokens(
+def loss_and_hits(
     hidden: jax.Array,
     table: jax.Array,
     bias: jax.Array,
     labels: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the same as `losses.classification` of all logits, hidden x table^T + bias.
+    """Equals `losses.classification` of all logits, hidden x table^T + bias.
 
     Args:
       hidden: [..., D], any float type, to which the table is rounded; sums are float32.
@@ -61,21 +62,21 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], _Arrays]:
     def add_chunk(state: _Arrays, chunk: _Arrays) -> tuple[_Arrays, None]:
         """Updates the maximum, the sum of exponentials and the label's logit with a chunk."""
-        old_maximum, exponentials, label_logits = state
+        old_maximum, sum_exp, label_logits = state
         rows, biases, offset = chunk
         logits = _logits(hidden, rows, biases)
         maximum = jnp.maximum(old_maximum, logits.max(axis=1))
-        exponentials *= jnp.exp(old_maximum - maximum)
-        exponentials += jnp.exp(logits - maximum[:, None]).sum(axis=1)
+        sum_exp *= jnp.exp(old_maximum - maximum)
+        sum_exp += jnp.exp(logits - maximum[:, None]).sum(axis=1)
         columns = labels - offset
         is_inside = (columns >= 0) & (columns < _CHUNK)
-        in_chunk = jnp.take_along_axis(logits, columns[:, None], axis=1, mode="clip")[:, 0]
-        return (maximum, exponentials, jnp.where(is_inside, in_chunk, label_logits)), None
+        inside = jnp.take_along_axis(logits, columns[:, None], axis=1, mode="clip")[:, 0]
+        return (maximum, sum_exp, jnp.where(is_inside, inside, label_logits)), None
 
     zeros = jnp.zeros(len(hidden))
     start = jnp.full_like(zeros, -jnp.inf), zeros, zeros
-    (maximum, exponentials, label_logits), _ = lax.scan(add_chunk, start, _chunks(table, bias))
-    log_denominators = maximum + jnp.log(exponentials)
+    (maximum, sum_exp, label_logits), _ = lax.scan(add_chunk, start, _chunks(table, bias))
+    log_denominators = maximum + jnp.log(sum_exp)
     loss = (weights * (log_denominators - label_logits)).sum()
     hits = (weights * (label_logits >= maximum)).sum()
     return (loss, hits), (hidden, table, bias, labels, weights, log_denominators)

@@ -141,7 +141,8 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
         experiment, both_types, workdir, progress
     )
     if speedup > 1.0 and not base:
-        # More steps fit into the hours, so a larger encoder may be the best one.
+        # More steps fit into the hours, so a larger encoder may be the best one. But its vocabulary
+        # must be that of the corpus.
         operations *= speedup
         larger = config.override(_fresh_experiment(name, text, operations), settings)
         model = dataclasses.replace(larger.model, compute_dtype="bfloat16")

@@ -177,7 +177,7 @@ def layer_loop(parallelism: Parallelism, mesh: jax.sharding.Mesh) -> Literal["sc
 
 
 def token_loss(model: Model, mesh: jax.sharding.Mesh) -> Literal["all_logits", "by_chunk"]:
-    """Returns `Loop.token_loss`: chunks where they are faster, in bfloat16 on one CPU device."""
+    """Returns the value of `Loop.token_loss`: `by_chunk` in bfloat16 on one CPU device."""
     is_faster = model.compute_dtype == "bfloat16" and _is_one_cpu_device(mesh)
     return "by_chunk" if is_faster else "all_logits"
 
