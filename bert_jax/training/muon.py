@@ -28,7 +28,7 @@ Orthogonalize = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 _COEFFICIENTS, _STEPS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
-def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+def is_layer_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     """Returns whether a parameter holds the matrices of stacked layers."""
     return leaf.ndim == 3 and path[-1].key == "kernel" and any(k.key == "layers" for k in path)
 

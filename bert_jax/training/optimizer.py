@@ -51,7 +51,7 @@ def _muon(
     cfg: Optimizer, orthogonalize: muon_lib.Orthogonalize
 ) -> list[optax.GradientTransformation]:
     def matrices(params: Tree) -> Tree:
-        return jax.tree.map_with_path(muon_lib.is_matrix, params)
+        return jax.tree.map_with_path(muon_lib.is_layer_matrix, params)
 
     def non_matrices(params: Tree) -> Tree:
         return jax.tree.map(lambda is_matrix: not is_matrix, matrices(params))
