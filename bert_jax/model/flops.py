@@ -12,7 +12,7 @@ from bert_jax.model import encoder
 _FORWARD_AND_BACKWARD = 3
 
 
-def phase_flops(model: Model, phase: Phase) -> int:
+def phase_step_flops(model: Model, phase: Phase) -> int:
     """Counts the operations of a step of a phase."""
     shape = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
     return train_step_flops(model, *shape)

@@ -68,9 +68,8 @@ def encode(
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
       input_mask: int32 [B, S], 0 for padding, which comes last; `SharedRows` or `Packing` if
-        several examples or texts share a row. In both, tokens attend only to those of their own
-        example: `SharedRows` masks the others, `Packing` moves each text to a place of its own for
-        attention.
+        several examples or texts share a row. Tokens attend to those of their own example only:
+        `SharedRows` masks the others, `Packing` moves each text to a place of its own.
       noise: dropout noise; None drops nothing.
       loop: settings of the loop over layers.
       outputs: `last`, or `all`: the embeddings and every layer.

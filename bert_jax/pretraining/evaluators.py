@@ -349,7 +349,7 @@ def _probe_schedule(experiment: Experiment, flops_per_evaluation: int) -> Callab
         for phase in experiment.phases:
             steps = min(done, phase.steps)
             done -= steps
-            training_flops += steps * flops.phase_flops(experiment.model, phase)
+            training_flops += steps * flops.phase_step_flops(experiment.model, phase)
         return int(experiment.run.probe_share * training_flops / flops_per_evaluation)
 
     def is_due(done: int) -> bool:

@@ -1,7 +1,9 @@
 """Chooses an experiment for a text, this machine and a number of hours.
 
-The choice depends on a sample of the text, the peak speed of the devices (from a table, for CPUs
-measured), and the time of a few steps. Its rule comes from the runs in docs/results/learning.md.
+The choice depends on a sample of the text and on the speed of this machine. A first size of the
+encoder is guessed from the peak FLOP/s of the devices: that of a CPU is measured, that of others is
+in a table. A few of its steps are timed. The FLOP/s that they reach determine the final size, by a
+rule that comes from the runs in docs/results/learning.md.
 """
 
 import collections
@@ -24,6 +26,7 @@ from bert_jax.config.files import SHIPPED
 from bert_jax.data import corpus
 from bert_jax.distributed import rendezvous
 from bert_jax.errors import InputError, duration, pluralize, prefix_errors
+from bert_jax.model import flops
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
@@ -31,14 +34,18 @@ from bert_jax.text import documents
 from bert_jax.text.sources import source_from_path
 from bert_jax.tools.compare import budget
 
-# The language that is assumed for a script, by the first word of the names of its letters.
+# The language that is assumed for a script. The key is the first word of the Unicode names of the
+# script's letters.
 _LANGUAGES = {"LATIN": "en", "CYRILLIC": "ru", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he"}
 _LANGUAGES |= {"DEVANAGARI": "hi", "BENGALI": "bn", "TAMIL": "ta", "THAI": "th", "HANGUL": "ko"}
-_LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "ARMENIAN": "hy", "GEORGIAN": "ka"}
-# Fields of a corpus that determine how the sample is read, and its language.
+_LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "ARMENIAN": "hy", "GEORGIAN": "ka"}
+# Fields of `Corpus` that determine how the sample is read, and the language of the text.
 _SAMPLE_FIELDS = ("text_field", "encoding", "language")
-# Characters of the sample, and files among which they are divided.
-_SAMPLE, _SAMPLED_FILES = 200_000, 20
+# Most characters of the sample, and most files among which they are divided equally.
+_SAMPLE_CHARACTERS, _SAMPLED_FILES = 200_000, 20
+# The share of the peak FLOP/s that steps are assumed to reach, for the first guess. It was measured
+# on CPUs.
+_UTILISATION = 0.38
 # A shorter run is refused.
 _FEWEST_STEPS = 20
 
@@ -46,37 +53,42 @@ _FEWEST_STEPS = 20
 class Size(NamedTuple):
     """The size of an encoder and its batch."""
 
-    operations: float  # least compute budget (FLOPs) for which the size is the best known
+    min_operations: float  # from this number of FLOPs of a whole run on, the size is the best known
     layers: int
     width: int
     rows: int
     vocab_size: int
 
 
-# At 2.1e14 operations the second size is 0.12 nat better than the first on one text, 0.03 and 0.07
-# worse on two; at 5e13 at least 0.3 worse. At 6.5e14 the second is 0.07 better than the first and
-# 0.05 than the third. The limits from the third on are not measured (docs/results/learning.md).
+# The limits of the first four sizes are measured, on one to five texts. The others are
+# extrapolated: at 4e14 operations the fifth size still learns less than the fourth
+# (docs/results/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
-    Size(2e14, 4, 128, 32, 8_000),
-    Size(8e14, 4, 192, 32, 8_000),
-    Size(5e15, 4, 256, 48, 16_000),
-    Size(3e16, 6, 384, 64, 16_000),
-    Size(2e17, 8, 512, 64, 30_000),
-    Size(1e19, 12, 768, 128, 30_000),
+    Size(7e13, 3, 128, 32, 8_000),
+    Size(1e14, 4, 128, 32, 8_000),
+    Size(2e14, 4, 128, 64, 8_000),
+    Size(7e14, 4, 192, 64, 8_000),
+    Size(2e15, 4, 256, 64, 16_000),
+    Size(1e16, 6, 384, 64, 16_000),
+    Size(7e16, 8, 512, 64, 30_000),
+    Size(4e18, 12, 768, 128, 30_000),
 )
 _HEAD_WIDTH = 64  # width of an attention head
 _BYTES_PER_ENTRY = 100  # fewest bytes of text for each entry of the vocabulary
-_BYTES_PER_SENTENCE, _DOCUMENTS = 100, 50  # fewer files are cut into about this many documents
+# Fewer files than this are cut into documents: about as many, or more if the text is long.
+_DOCUMENTS = 50
+_BYTES_PER_SENTENCE = 100  # assumed for the number of sentences of such a document
 # Tokens of a row, and the shares that are predicted in training and in held-out rows.
 _LENGTH, _MASKED, _EVAL_MASKED = 128, 0.3, 0.15
 # Held-out rows, number of evaluations, and the time of a forward pass as a share of a step.
-_EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
-# Steps that are timed; as many before them warm the caches.
+_EVAL_ROWS, _EVALUATIONS, _FORWARD_COST = 1_000, 8, 1 / 3
+# Steps that are timed, after as many untimed ones that warm the caches.
 _TIMED = 5
-# A CPU's steps are also timed in bfloat16 from this many hours on: compiling and timing them takes
-# up to half a minute. bfloat16 is chosen if its step takes less than this share of float32's, since
-# as many steps teach as much in both types (docs/results/performance.md).
+# If --hours is at least this, a CPU's steps are also timed in bfloat16. Compiling and timing them
+# takes up to half a minute. bfloat16 is chosen if its step takes less than this share of the time
+# of a float32 step: after as many steps, both types reach about the same loss
+# (docs/results/performance.md).
 _BFLOAT16_HOURS, _BFLOAT16_SHARE = 0.15, 0.95
 _SAVED_EVERY = 60.0  # seconds between checkpoints
 
@@ -85,7 +97,7 @@ class Text(NamedTuple):
     """Facts about a text."""
 
     source: str  # as in corpus.sources
-    bytes: int  # size of its files, without decompression
+    bytes: int  # size of its files on disk, compressed or not
     files: int
     language: str  # a code of `corpus.language`
     case: Literal["cased", "uncased"]  # as in `corpus.case`
@@ -96,7 +108,7 @@ class Request(NamedTuple):
 
     text: str  # file or folder of text, or a source as in `corpus.sources`
     hours: float  # time on this machine, from now to the end of the run
-    # A folder made by `import`, whose encoder is trained further; None: a fresh one.
+    # A folder written by `bert-jax import`, whose encoder is trained further; None: a fresh one.
     base: str | None
     settings: Sequence[str]  # `--set` strings, which override the choice
 
@@ -113,54 +125,53 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
 
     The run is named after the last component of the workdir's path.
     """
-    start_time = time.monotonic()
+    deadline = time.monotonic() + 3600 * request.hours
     _, hours, base, settings = request
     given = _parse_settings(settings)
-    if rendezvous.read_process_info():  # jax does not see other processes yet
-        raise InputError("auto: times the steps of a single process; use `bert-jax pretrain`")
+    if rendezvous.read_process_info():  # jax.distributed is not initialized yet
+        raise InputError("auto: chooses for a single process only; use `bert-jax pretrain`")
     if "phases.0.steps" in given:
         raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
     text = examine_text(request.text, settings)
-    speed = hardware.peak_flops(_compute_type())  # from a table; that of a CPU is measured
-    if speed is None:
+    peak = hardware.peak_flops(_default_dtype())  # of all devices, per second
+    if peak is None:
         kind = jax.devices()[0].device_kind
         raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
-    operations = speed * hours * 3600
     name = config.name_of(os.fspath(workdir.address)) or "text"
-    experiment = (
-        _base_experiment(name, text, base) if base else _fresh_experiment(name, text, operations)
-    )
+    if base:
+        experiment = _continued_experiment(name, text, base)
+    else:
+        experiment = _fresh_experiment(name, text, _UTILISATION * peak * 3600 * hours)
     experiment = config.override(experiment, settings)
-    # As in training: reads `run.corpus_dir`, and copies a workdir in a bucket to this machine.
+    # Training opens it in the same way: with `run.corpus_dir`, and a workdir in a bucket as a copy.
     workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
     cores, vocab_size = system.cores(), experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
     corpus.require_enough_text(workdir.corpus, experiment)
-    both_types = hours >= _BFLOAT16_HOURS and "model.compute_dtype" not in given
-    experiment, seconds, speedup, type_reasons = _choose_type(
-        experiment, both_types, workdir, progress
-    )
-    if speedup > 1.0 and not base:
-        # More steps fit into the hours, so a larger encoder may be the best one. But its vocabulary
-        # must be that of the corpus.
-        operations *= speedup
-        larger = config.override(_fresh_experiment(name, text, operations), settings)
-        model = dataclasses.replace(larger.model, compute_dtype="bfloat16")
-        larger = dataclasses.replace(larger, model=model)
-        if larger != experiment and larger.model.vocab_size == vocab_size:
-            experiment, seconds = larger, _step_seconds(larger, workdir, progress)
-    left = hours * 3600 - (time.monotonic() - start_time)
+    try_bfloat16 = hours >= _BFLOAT16_HOURS and "model.compute_dtype" not in given
+    experiment, seconds, dtype_reasons = _choose_dtype(experiment, try_bfloat16, workdir, progress)
+    size_reason = "that of the base"
+    if not base:
+        step_operations = flops.phase_step_flops(experiment.model, experiment.phases[0])
+        operations = step_operations / seconds * max(deadline - time.monotonic(), 0.0)
+        size_reason = f"for a budget of {operations:.1e} operations"
+        # The corpus is made with this vocabulary.
+        kept = {"vocab_size": vocab_size, "compute_dtype": experiment.model.compute_dtype}
+        final = _with_model(_fresh_experiment(name, text, operations), **kept)
+        final = config.override(final, settings)
+        if final != experiment:  # another size than the first guess
+            experiment, seconds = final, _step_seconds(final, workdir, progress)
+    left = deadline - time.monotonic()
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
     experiment = config.override(experiment, settings)  # they also override `_with_steps`
     tokens = manifest["splits"]["train"]["tokens"]
     assumed = " (assumed from the script; set it with --language)"
     language = text.language + ("" if "corpus.language" in given else assumed)
-    why = "that of the base" if base else f"for a budget of {operations:.1e} operations"
     reasons = [
         f"text: {text.bytes / 1e6:,.1f} MB in {pluralize(text.files, 'file')}, language "
-        f"{language}, {text.case}; {tokens:,} tokens to train on",
-        f"model: {_shape(experiment.model)}, {why}",
-        *type_reasons,
+        f"{language}, {experiment.corpus.case}; {tokens:,} tokens to train on",
+        f"model: {_describe_model(experiment.model)}, {size_reason}",
+        *dtype_reasons,
         *_describe_steps(experiment, tokens, seconds, left),
     ]
     return Choice(experiment, reasons)
@@ -175,9 +186,10 @@ def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     sample_settings = [f"{name}={value}" for name, value in fields.items() if value is not None]
     text_corpus = config.override(text_corpus, sample_settings)
     files = list(documents.extents(text_corpus))  # one for each file
+    sampled_files = files[:: math.ceil(len(files) / _SAMPLED_FILES)]
     sample = ""
-    for file in files[:: max(1, len(files) // _SAMPLED_FILES)]:
-        end = len(sample) + _SAMPLE // _SAMPLED_FILES
+    for file in sampled_files:
+        end = len(sample) + _SAMPLE_CHARACTERS // len(sampled_files)
         chunks = (document.chunks for document in documents.read_extent(file, text_corpus))
         for chunk in itertools.chain.from_iterable(chunks):
             sample += chunk[: end - len(sample)]
@@ -208,16 +220,16 @@ def find_script(sample: str) -> str:
     return max(scripts, key=scripts.__getitem__, default="LATIN")
 
 
-def _compute_type() -> Literal["float32", "bfloat16"]:
+def _default_dtype() -> Literal["float32", "bfloat16"]:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
 def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
     """Returns the experiment of a fresh encoder, by the recipe of tiny.py; steps are placeholders.
 
-    `peak_learning_rate`, which Muon's matrices do not use, falls with width.
+    `peak_learning_rate` falls with the width. Matrices have another one, since Muon trains them.
     """
-    size = next(size for size in reversed(SIZES) if operations >= size.operations)
+    size = next(size for size in reversed(SIZES) if operations >= size.min_operations)
     vocab_size = min(size.vocab_size, max(1_000, text.bytes // _BYTES_PER_ENTRY // 1_000 * 1_000))
     recipe = config.load(os.fspath(SHIPPED / "tiny.py"))
     model = dataclasses.replace(
@@ -228,7 +240,7 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
         num_attention_heads=size.width // _HEAD_WIDTH,
         intermediate_size=round(size.width * 8 / 3 / 8) * 8,
         max_position_embeddings=512,
-        compute_dtype=_compute_type(),
+        compute_dtype=_default_dtype(),
     )
     text_corpus = _corpus(text, case=text.case)
     if text.language in ("ja", "th"):  # no spaces between words
@@ -238,10 +250,10 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
     return _experiment(name, "", model, text_corpus, size.rows, optimizer)
 
 
-def _base_experiment(name: str, text: Text, base: str) -> Experiment:
+def _continued_experiment(name: str, text: Text, base: str) -> Experiment:
     """Returns the experiment that trains the encoder of a base further; steps are placeholders."""
     start = base_lib.read(epath.Path(base))
-    model = dataclasses.replace(start.model, compute_dtype=_compute_type())
+    model = dataclasses.replace(start.model, compute_dtype=_default_dtype())
     text_corpus = _corpus(
         text, tokenizer=os.fspath(epath.Path(base) / "tokenizer"), case=start.tokenizer.case
     )
@@ -256,13 +268,13 @@ def _base_experiment(name: str, text: Text, base: str) -> Experiment:
 
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
-    """Returns the corpus of a text; cuts few files into documents, so that some can be held out."""
-    sentences = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
+    """Returns the corpus of a text; cuts a few files into documents, so that some are held out."""
+    sentences_per_document = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
     is_cut = text.files < _DOCUMENTS and text.source.startswith("text:")
     return Corpus(
         sources=(text.source,),
         language=text.language,
-        cut_documents=sentences if is_cut else 0,
+        cut_documents=sentences_per_document if is_cut else 0,
         validation_share=0.1 if text.bytes < 100e6 else 0.01,
         **fields,
     )
@@ -296,32 +308,35 @@ def _experiment(
     )
 
 
-def _choose_type(
-    experiment: Experiment, both_types: bool, workdir: Workdir, progress: Progress
-) -> tuple[Experiment, float, float, list[str]]:
-    """Times steps; returns the experiment, the seconds of a step, a speedup, and explanations.
+def _choose_dtype(
+    experiment: Experiment, try_bfloat16: bool, workdir: Workdir, progress: Progress
+) -> tuple[Experiment, float, list[str]]:
+    """Times steps; returns the experiment, the seconds of a step, and lines that explain the dtype.
 
-    With `both_types`, steps are timed in float32 and bfloat16 on a CPU, and the experiment gets the
-    faster type. The speedup is that over float32. Accelerators always compute in bfloat16.
+    With `try_bfloat16`, steps on a CPU are timed in float32 and bfloat16, and the experiment gets
+    the faster dtype. Accelerators always compute in bfloat16.
     """
     seconds = _step_seconds(experiment, workdir, progress)
-    if not both_types or jax.devices()[0].platform != "cpu":
-        return experiment, seconds, 1.0, []
-    model = dataclasses.replace(experiment.model, compute_dtype="bfloat16")
-    in_bfloat16 = dataclasses.replace(experiment, model=model)
+    if not try_bfloat16 or jax.devices()[0].platform != "cpu":
+        return experiment, seconds, []
+    in_bfloat16 = _with_model(experiment, compute_dtype="bfloat16")
     bfloat16_seconds = _step_seconds(in_bfloat16, workdir, progress)
     line = f"a step takes {seconds:.3g} s in float32, {bfloat16_seconds:.3g} s in bfloat16"
     if bfloat16_seconds < _BFLOAT16_SHARE * seconds:
-        speedup = seconds / bfloat16_seconds
-        return in_bfloat16, bfloat16_seconds, speedup, [f"compute type: bfloat16; {line}"]
-    return experiment, seconds, 1.0, [f"compute type: float32; {line}"]
+        return in_bfloat16, bfloat16_seconds, [f"compute type: bfloat16; {line}"]
+    return experiment, seconds, [f"compute type: float32; {line}"]
+
+
+def _with_model(experiment: Experiment, **fields: Any) -> Experiment:
+    model = dataclasses.replace(experiment.model, **fields)
+    return dataclasses.replace(experiment, model=model)
 
 
 def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
     """Returns the seconds that a step takes, without evaluations, saves and compiling."""
     run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
     progress.report(
-        f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}"
+        f"--hours: timing {_TIMED} steps of {_describe_model(experiment.model)}"
         f", in {experiment.model.compute_dtype}"
     )
     timed = dataclasses.replace(experiment, run=run)
@@ -330,17 +345,19 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
     return 1 / timing["steps_per_second"]
 
 
-def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) -> Experiment:
-    """Sets as many steps of `seconds` as fit, with the evaluations, into the seconds `left`."""
+def _with_steps(
+    experiment: Experiment, seconds: float, left: float, error_prefix: str
+) -> Experiment:
+    """Sets as many steps, of `seconds` each, as fit with the evaluations into `left` seconds."""
     phase, run = experiment.phases[0], experiment.run
-    evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
-    steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))  # 1: a margin
+    steps_per_evaluation = experiment.data.eval_rows / phase.batch_size * _FORWARD_COST
+    steps = int(left / seconds - steps_per_evaluation * (_EVALUATIONS + 1))  # 1: a margin
     if steps < _FEWEST_STEPS:
         missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # 10% more, since it is rounded
         raise InputError(
-            f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
-            f"left after making the corpus and for the evaluations; give at least {missing:.2g} "
-            "hours more"
+            f"{error_prefix}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into "
+            "the time left, of which evaluations need a part; give at least "
+            f"{missing:.2g} hours more"
         )
     optimizer = dataclasses.replace(
         experiment.optimizer,
@@ -357,23 +374,26 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     return dataclasses.replace(experiment, phases=phases, optimizer=optimizer, run=run)
 
 
-def expected_loss(experiment: Experiment, seen: int) -> str:
-    """Describes the loss of a run of `seen` tokens, relative to the unigram baseline.
+def describe_expected_loss(experiment: Experiment, seen: int) -> str:
+    """Describes the loss after `seen` tokens, relative to the unigram baseline.
 
-    On novels the first of SIZES ends 2.17 nat below the baseline after 2.7 million tokens, 2.59
-    after 6.3, 3.07 after 25, 3.29 after 59; the second 2.96 after 9.9 and 3.36 after 35; the third
-    2.27 after 2.2, 3.32 after 22 and 3.40 after 28.
+    Nats below the baseline that runs on novels had, after millions of tokens:
+
+      2 layers of 128: 2.17 after 2.7, 2.59 after 6.3, 3.07 after 25, 3.29 after 59
+      4 layers of 128: 2.96 after 9.9, 3.36 after 35, and 3.40 after 37 with 64 rows a step
+      4 layers of 192: 2.27 after 2.2, 3.32 after 22, 3.40 after 28
     """
     if experiment.init_from:
-        return "not predicted, since the run starts from a base"
-    nats_per_decade = 0.8 if seen > 6.3e6 else 1.14  # two lines through 2.59 at 6.3 million
+        return "a loss that is not predicted, since the run starts from a base"
+    # Two lines over the logarithm of `seen` that meet at 6.3 million.
+    nats_per_decade = 0.8 if seen > 6.3e6 else 1.14
     below = 2.59 + nats_per_decade * math.log10(max(seen, 1e6) / 6.3e6)
-    below += 0.25 * (experiment.model.num_hidden_layers > SIZES[0].layers)
+    below += 0.125 * min(max(experiment.model.num_hidden_layers - 2, 0), 2)
     nats = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
-    return f"{nats} below the unigram baseline (measured on novels)"
+    return f"held-out masked LM {nats} below the unigram baseline (measured on novels)"
 
 
-def _shape(model: Model) -> str:
+def _describe_model(model: Model) -> str:
     layers = pluralize(model.num_hidden_layers, "layer")
     return f"{layers} of {model.hidden_size}, vocabulary of {model.vocab_size:,} tokens"
 
@@ -390,6 +410,6 @@ def _describe_steps(
     )
     end = time.strftime("%H:%M", time.localtime(time.time() + left))
     yield (
-        f"expect: held-out masked LM {expected_loss(experiment, seen)}, at {end}, in "
+        f"expect: {describe_expected_loss(experiment, seen)}, at {end}, in "
         f"{duration(left)}; if it is stopped, run the same command again to resume"
     )

@@ -75,29 +75,45 @@ def test_a_cpu_computes_in_bfloat16_if_its_steps_are_faster(
         assert not any(line.startswith("compute type") for line in choice.reasons)
 
 
-@pytest.mark.parametrize(("vocab_size", "layers"), [(1_000, 2), (2_000, 1)])
-def test_faster_steps_want_a_larger_encoder_with_the_same_vocabulary(
-    here, monkeypatch, vocab_size, layers
+@pytest.mark.parametrize(
+    ("peak", "seconds", "bfloat16_seconds", "layers"),
+    [
+        (1e8, 4.0, 4.0, [1, 1]),
+        (1e8, 4.0, 2.0, [1, 1, 2]),  # bfloat16 is faster
+        (1e8, 2.0, 2.0, [1, 1, 2]),  # steps are faster than the guess
+        (1e15, 40.0, 40.0, [2, 2, 1]),  # and slower
+    ],
+)
+def test_the_speed_of_steps_decides_the_encoder_but_not_its_vocabulary(
+    here, monkeypatch, peak, seconds, bfloat16_seconds, layers
 ):
-    """In 0.2 hours, 7.2e11 operations in float32 are as many steps as 1.44e12 in bfloat16."""
-    sizes = (auto.Size(0.0, 1, 64, 8, 1_000), auto.Size(1e12, 2, 128, 8, vocab_size))
+    small = auto.Size(0.0, 1, 64, 8, 1_000)
+    monkeypatch.setattr(auto, "SIZES", (small,))
+    smallest = auto._fresh_experiment("w", auto.examine_text("text"), 1.0)
+    operations = auto.flops.phase_step_flops(smallest.model, smallest.phases[0])
+    # Two hours are enough for the second encoder if a step of the first takes less than 3 s.
+    sizes = (small, auto.Size(operations / 3 * 7_200, 2, 128, 8, 2_000))
     monkeypatch.setattr(auto, "SIZES", sizes)
     monkeypatch.setattr(auto, "_BYTES_PER_ENTRY", 1)
+    monkeypatch.setattr(auto.hardware, "peak_flops", lambda _: peak)
     models = []
 
     def time_phases(experiment, *_):
         models.append(experiment.model)
-        return [{"steps_per_second": 0.5 if models[-1].compute_dtype == "bfloat16" else 0.25}]
+        rounded = models[-1].compute_dtype == "bfloat16"
+        return [{"steps_per_second": 1 / (bfloat16_seconds if rounded else seconds)}]
 
     monkeypatch.setattr(budget, "time_phases", time_phases)
     without_corpus(monkeypatch)
-    request = auto.Request("text", 0.2, None, ())
+    request = auto.Request("text", 2.0, None, ())
     experiment, reasons = auto.choose_experiment(
         request, Workdir("w"), types.SimpleNamespace(report=str)
     )
-    assert experiment.model == models[-1] and experiment.model.num_hidden_layers == layers
-    assert experiment.model.compute_dtype == "bfloat16" and len(models) == layers + 1
-    assert any("for a budget of 1.4e+12 operations" in line for line in reasons)
+    assert [model.num_hidden_layers for model in models] == layers
+    assert experiment.model.hidden_size == 64 * layers[-1]
+    assert experiment.model.vocab_size == models[0].vocab_size == 1_000 * layers[0]
+    assert (experiment.model.compute_dtype == "bfloat16") == (bfloat16_seconds < seconds)
+    assert any("operations" in line for line in reasons)
 
 
 @pytest.mark.parametrize("code", SENTENCES)
@@ -189,7 +205,37 @@ def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch)
 
     whole = types.SimpleNamespace(chunks=chunks())
     monkeypatch.setattr(auto.documents, "read_extent", lambda *_: iter([whole]))
-    assert auto.examine_text("text").files == 1 and len(read) < 20
+    assert auto.examine_text("text").files == 1 and len(read) < 200
+
+
+def test_of_a_single_file_more_is_sampled_than_its_beginning(here):
+    (here / "d.txt").write_text(400 * SENTENCES["en"] + 800 * SENTENCES["ru"])
+    assert auto.examine_text("d.txt").language == "ru"
+
+
+@pytest.mark.parametrize(("count", "read"), [(2, 2), (20, 20), (21, 11), (39, 20), (40, 20)])
+def test_files_share_the_sample_equally(here, monkeypatch, count, read):
+    (here / "many").mkdir()
+    for number in range(count):
+        (here / "many" / f"{number:02d}.txt").write_text(60_000 * "a ")
+    samples = []
+    monkeypatch.setattr(auto, "find_script", lambda sample: samples.append(sample) or "LATIN")
+    assert auto.examine_text("many").files == count
+    assert len(samples[0]) == 200_000 // read * read
+
+
+def test_the_lines_say_what_is_trained(here, monkeypatch, copy_of_run):
+    _, said = chosen(monkeypatch, "corpus.case=cased")
+    assert any(", cased; 5,000 tokens" in line for line in said)
+    broken.said("import run --workdir base")
+    _, said = chosen(monkeypatch, base="base")
+    assert any(line.startswith("expect: a loss that is not predicted") for line in said)
+
+
+def test_hours_that_are_over_before_steps_are_timed_are_too_few(here, monkeypatch):
+    monkeypatch.setattr(auto.time, "monotonic", iter([0.0, *20 * [1e6]]).__next__)
+    with pytest.raises(errors.InputError, match=r"--hours 0\.05: only 0 steps"):
+        chosen(monkeypatch)
 
 
 def test_a_run_in_the_current_folder_has_a_name(here, monkeypatch):
@@ -218,15 +264,17 @@ def test_more_operations_want_a_larger_encoder(here):
     assert small.model.hidden_size == 64
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
-    assert "2.6 nat" in auto.expected_loss(small, 6_300_000)
-    assert "2.2 nat" in auto.expected_loss(small, 2_700_000)
-    assert "2.9" in auto.expected_loss(small, 15_000_000)
-    assert "3.3 nat" in auto.expected_loss(larger, 22_000_000)
-    deeper = dataclasses.replace(small.model, num_hidden_layers=4)
-    assert "2.8 nat" in auto.expected_loss(dataclasses.replace(small, model=deeper), 6_300_000)
+    assert "2.6 nat" in auto.describe_expected_loss(small, 6_300_000)
+    assert "2.2 nat" in auto.describe_expected_loss(small, 2_700_000)
+    assert "2.9" in auto.describe_expected_loss(small, 15_000_000)
+    assert "3.0 nat" in auto.describe_expected_loss(larger, 22_000_000)
+    for layers, nats in ((3, "2.7 nat"), (4, "2.8 nat"), (6, "2.8 nat")):
+        deeper = dataclasses.replace(small.model, num_hidden_layers=layers)
+        experiment = dataclasses.replace(small, model=deeper)
+        assert nats in auto.describe_expected_loss(experiment, 6_300_000)
     # Of fewer tokens than were ever measured.
-    assert auto.expected_loss(small, 900_000) == auto.expected_loss(small, 9_000)
-    assert "about" not in auto.expected_loss(small, 9_000)
+    assert auto.describe_expected_loss(small, 900_000) == auto.describe_expected_loss(small, 9_000)
+    assert "about" not in auto.describe_expected_loss(small, 9_000)
 
 
 def test_the_hours_that_are_missing_are_named():
@@ -248,7 +296,7 @@ def test_the_page_has_the_rule():
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
     broken.said("import run --workdir base")
-    experiment = auto._base_experiment("w", auto.examine_text("text"), "base")
+    experiment = auto._continued_experiment("w", auto.examine_text("text"), "base")
     assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
     assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
     read = auto.base_lib.read

@@ -243,7 +243,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     waits: dict[str, float] = collections.defaultdict(float)  # by kind
     for wait, collective in zip(step_time.waits, program.collectives, strict=True):
         waits[collective.kind] += wait
-    model_flops = flops.phase_flops(experiment.model, phase)
+    model_flops = flops.phase_step_flops(experiment.model, phase)
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
         "hours": phase.steps * step_time.total / 3600,

@@ -57,7 +57,7 @@ def _operations_converter(record: Record) -> _Converter | None:
     if not isinstance(experiment, Experiment):
         return None
     model, phases, at = experiment.model, experiment.phases, [0, *experiment.ends]
-    spent = [0, *itertools.accumulate(p.steps * flops.phase_flops(model, p) for p in phases)]
+    spent = [0, *itertools.accumulate(p.steps * flops.phase_step_flops(model, p) for p in phases)]
     before_fork = np.interp(record.first_step, at, spent)
     return lambda steps: np.maximum(np.interp(steps, at, spent) - before_fork, 0).tolist()
 
