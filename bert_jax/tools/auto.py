@@ -41,7 +41,7 @@ _LANGUAGES |= {"DEVANAGARI": "hi", "BENGALI": "bn", "TAMIL": "ta", "THAI": "th",
 _LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "ARMENIAN": "hy", "GEORGIAN": "ka"}
 # Fields of `Corpus` that determine how the sample is read, and the language of the text.
 _SAMPLE_FIELDS = ("text_field", "encoding", "language")
-# Most characters of the sample, and most files among which they are divided equally.
+# Maximum size of the sample in characters, and maximum number of files that give equal parts of it.
 _SAMPLE_CHARACTERS, _SAMPLED_FILES = 200_000, 20
 # The share of the peak FLOP/s that steps are assumed to reach, for the first guess. It was measured
 # on CPUs.
@@ -53,15 +53,15 @@ _FEWEST_STEPS = 20
 class Size(NamedTuple):
     """The size of an encoder and its batch."""
 
-    min_operations: float  # from this number of FLOPs of a whole run on, the size is the best known
+    min_operations: float  # for runs of at least this many FLOPs, this size or a later one is best
     layers: int
     width: int
     rows: int
     vocab_size: int
 
 
-# The limits of the first four sizes are measured, on one to five texts. The others are
-# extrapolated: at 4e14 operations the fifth size still learns less than the fourth
+# The limits up to 2e14 are interpolated between measured runs on one to five texts. Near them, the
+# best size depends on the text, and 3 layers are a compromise. The other limits are extrapolated
 # (docs/results/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
@@ -76,9 +76,9 @@ SIZES = (
 )
 _HEAD_WIDTH = 64  # width of an attention head
 _BYTES_PER_ENTRY = 100  # fewest bytes of text for each entry of the vocabulary
-# Fewer files than this are cut into documents: about as many, or more if the text is long.
-_DOCUMENTS = 50
-_BYTES_PER_SENTENCE = 100  # assumed for the number of sentences of such a document
+# A text of fewer files than this is cut into about this many documents, or more if it is long.
+_MIN_DOCUMENTS = 50
+_BYTES_PER_SENTENCE = 100  # assumed, to choose the number of sentences of these documents
 # Tokens of a row, and the shares that are predicted in training and in held-out rows.
 _LENGTH, _MASKED, _EVAL_MASKED = 128, 0.3, 0.15
 # Held-out rows, number of evaluations, and the time of a forward pass as a share of a step.
@@ -128,22 +128,23 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     deadline = time.monotonic() + 3600 * request.hours
     _, hours, base, settings = request
     given = _parse_settings(settings)
-    if rendezvous.read_process_info():  # jax.distributed is not initialized yet
+    # `jax.process_count()` is 1 as long as jax.distributed is not initialized.
+    if rendezvous.read_process_info():
         raise InputError("auto: chooses for a single process only; use `bert-jax pretrain`")
     if "phases.0.steps" in given:
         raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
     text = examine_text(request.text, settings)
-    peak = hardware.peak_flops(_default_dtype())  # of all devices, per second
-    if peak is None:
-        kind = jax.devices()[0].device_kind
-        raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
     name = config.name_of(os.fspath(workdir.address)) or "text"
     if base:
         experiment = _continued_experiment(name, text, base)
     else:
+        peak = hardware.peak_flops(_default_dtype())  # of all devices, per second
+        if peak is None:
+            kind = jax.devices()[0].device_kind
+            raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
         experiment = _fresh_experiment(name, text, _UTILISATION * peak * 3600 * hours)
     experiment = config.override(experiment, settings)
-    # Training opens it in the same way: with `run.corpus_dir`, and a workdir in a bucket as a copy.
+    # As training will: with `run.corpus_dir`, and with a local copy of a workdir in a bucket.
     workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
     cores, vocab_size = system.cores(), experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
@@ -152,8 +153,9 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
     experiment, seconds, dtype_reasons = _choose_dtype(experiment, try_bfloat16, workdir, progress)
     size_reason = "that of the base"
     if not base:
+        steps = _count_steps(experiment, seconds, deadline - time.monotonic())
         step_operations = flops.phase_step_flops(experiment.model, experiment.phases[0])
-        operations = step_operations / seconds * max(deadline - time.monotonic(), 0.0)
+        operations = step_operations * max(steps, 0)
         size_reason = f"for a budget of {operations:.1e} operations"
         # The corpus is made with this vocabulary.
         kept = {"vocab_size": vocab_size, "compute_dtype": experiment.model.compute_dtype}
@@ -268,9 +270,9 @@ def _continued_experiment(name: str, text: Text, base: str) -> Experiment:
 
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
-    """Returns the corpus of a text; cuts a few files into documents, so that some are held out."""
-    sentences_per_document = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
-    is_cut = text.files < _DOCUMENTS and text.source.startswith("text:")
+    """Returns the corpus of a text. Few files are cut into documents, so that some are held out."""
+    sentences_per_document = min(max(text.bytes // _BYTES_PER_SENTENCE // _MIN_DOCUMENTS, 5), 200)
+    is_cut = text.files < _MIN_DOCUMENTS and text.source.startswith("text:")
     return Corpus(
         sources=(text.source,),
         language=text.language,
@@ -336,7 +338,7 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
     """Returns the seconds that a step takes, without evaluations, saves and compiling."""
     run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
     progress.report(
-        f"--hours: timing {_TIMED} steps of {_describe_model(experiment.model)}"
+        f"auto: timing {_TIMED} steps of {_describe_model(experiment.model)}"
         f", in {experiment.model.compute_dtype}"
     )
     timed = dataclasses.replace(experiment, run=run)
@@ -345,19 +347,26 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
     return 1 / timing["steps_per_second"]
 
 
+def _count_steps(experiment: Experiment, seconds: float, left: float) -> int:
+    """Counts the steps of `seconds` each that fit into `left` seconds beside the evaluations.
+
+    The number is negative if the evaluations do not fit.
+    """
+    evaluation_cost = experiment.data.eval_rows / experiment.phases[0].batch_size * _FORWARD_COST
+    return int(left / seconds - evaluation_cost * (_EVALUATIONS + 1))  # one more, as a margin
+
+
 def _with_steps(
     experiment: Experiment, seconds: float, left: float, error_prefix: str
 ) -> Experiment:
     """Sets as many steps, of `seconds` each, as fit with the evaluations into `left` seconds."""
     phase, run = experiment.phases[0], experiment.run
-    steps_per_evaluation = experiment.data.eval_rows / phase.batch_size * _FORWARD_COST
-    steps = int(left / seconds - steps_per_evaluation * (_EVALUATIONS + 1))  # 1: a margin
+    steps = _count_steps(experiment, seconds, left)
     if steps < _FEWEST_STEPS:
         missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # 10% more, since it is rounded
         raise InputError(
             f"{error_prefix}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into "
-            "the time left, of which evaluations need a part; give at least "
-            f"{missing:.2g} hours more"
+            f"the time left beside the evaluations; give at least {missing:.2g} hours more"
         )
     optimizer = dataclasses.replace(
         experiment.optimizer,
@@ -377,17 +386,18 @@ def _with_steps(
 def describe_expected_loss(experiment: Experiment, seen: int) -> str:
     """Describes the loss after `seen` tokens, relative to the unigram baseline.
 
-    Nats below the baseline that runs on novels had, after millions of tokens:
+    Runs on novels ended so many nats below the baseline:
 
-      2 layers of 128: 2.17 after 2.7, 2.59 after 6.3, 3.07 after 25, 3.29 after 59
-      4 layers of 128: 2.96 after 9.9, 3.36 after 35, and 3.40 after 37 with 64 rows a step
-      4 layers of 192: 2.27 after 2.2, 3.32 after 22, 3.40 after 28
+      2 layers of 128: 2.17 after 2.7M tokens, 2.59 after 6.3M, 3.07 after 25M, 3.29 after 59M
+      4 layers of 128: 2.96 after 9.9M, 3.36 after 35M, and 3.40 after 37M with 64 rows a step
+      4 layers of 192: 2.27 after 2.2M, 3.32 after 22M, 3.40 after 28M
     """
     if experiment.init_from:
         return "a loss that is not predicted, since the run starts from a base"
     # Two lines over the logarithm of `seen` that meet at 6.3 million.
     nats_per_decade = 0.8 if seen > 6.3e6 else 1.14
     below = 2.59 + nats_per_decade * math.log10(max(seen, 1e6) / 6.3e6)
+    # 4 layers were 0.25 better.
     below += 0.125 * min(max(experiment.model.num_hidden_layers - 2, 0), 2)
     nats = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
     return f"held-out masked LM {nats} below the unigram baseline (measured on novels)"

@@ -100,8 +100,8 @@ def test_the_speed_of_steps_decides_the_encoder_but_not_its_vocabulary(
 
     def time_phases(experiment, *_):
         models.append(experiment.model)
-        rounded = models[-1].compute_dtype == "bfloat16"
-        return [{"steps_per_second": 1 / (bfloat16_seconds if rounded else seconds)}]
+        in_bfloat16 = models[-1].compute_dtype == "bfloat16"
+        return [{"steps_per_second": 1 / (bfloat16_seconds if in_bfloat16 else seconds)}]
 
     monkeypatch.setattr(budget, "time_phases", time_phases)
     without_corpus(monkeypatch)
@@ -208,8 +208,8 @@ def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch)
     assert auto.examine_text("text").files == 1 and len(read) < 200
 
 
-def test_of_a_single_file_more_is_sampled_than_its_beginning(here):
-    (here / "d.txt").write_text(400 * SENTENCES["en"] + 800 * SENTENCES["ru"])
+def test_the_sample_of_a_single_file_is_as_large_as_that_of_many(here):
+    (here / "d.txt").write_text(1_000 * SENTENCES["en"] + 4_000 * SENTENCES["ru"])
     assert auto.examine_text("d.txt").language == "ru"
 
 
@@ -286,9 +286,10 @@ def test_the_hours_that_are_missing_are_named():
     assert 20 <= enough.phases[0].steps < 60
 
 
-def test_the_page_has_the_rule():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "results" / "learning.md"
-    table = page.read_text().split("| operations, from |")[1].split("\n\n")[0]
+@pytest.mark.parametrize("page", ["results/learning.md", "howto/choose-an-experiment.md"])
+def test_the_pages_have_the_rule(page):
+    text = (pathlib.Path(__file__).parents[2] / "docs" / page).read_text()
+    table = text.split("| operations, from |")[1].split("\n\n")[0]
     rows = [re.sub(r"(\d),(\d{3})\b", r"\1\2", line) for line in table.splitlines()[2:]]
     numbers = [[float(word) for word in re.findall(r"[\d.e]+", row)] for row in rows]
     assert numbers == [list(map(float, size)) for size in auto.SIZES]
