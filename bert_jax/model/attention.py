@@ -29,7 +29,7 @@ SAVED_NAMES = (_LOG_SUM_EXP, _CONTEXT)
 ProbabilityPolicy = Literal["kept", "recomputed"]
 
 
-class SharedRows(NamedTuple):
+class Shared(NamedTuple):
     """Several texts in a row, without padding between them; a mask keeps them apart."""
 
     numbers: jax.Array  # int32 [B, S], the number of each token's text, from 1; 0 for padding
@@ -39,9 +39,9 @@ class SharedRows(NamedTuple):
 class Packing(NamedTuple):
     """Texts that share rows, each of which is moved to a slot of its own for attention.
 
-    Unlike with `SharedRows`, attention computes no scores between texts. Operations on single
-    tokens take the rows as they are. The two arrays of indices map tokens between the flat
-    positions of the rows, 0 to B * S - 1, and those of the slots, 0 to N * K - 1.
+    Unlike with `Shared`, attention computes no scores between texts. Operations on single tokens
+    take the rows as they are. The two arrays of indices map tokens between the flat positions of
+    the rows, 0 to B * S - 1, and those of the slots, 0 to N * K - 1.
     """
 
     positions: jax.Array  # int32 [B, S], of each token in its text
@@ -77,7 +77,7 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    input_mask: jax.Array | SharedRows | Packing,
+    input_mask: jax.Array | Shared | Packing,
     noise: Noise | None,
     rate: float,
     window: jax.Array | None = None,
@@ -203,9 +203,9 @@ def _attend_recomputed_backward(
 _attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backward)
 
 
-def _key_mask(input_mask: jax.Array | SharedRows) -> jax.Array:
+def _key_mask(input_mask: jax.Array | Shared) -> jax.Array:
     """Returns the argument `key_mask` of `_scores`: a bias, or the numbers of the texts."""
-    if isinstance(input_mask, SharedRows):
+    if isinstance(input_mask, Shared):
         return input_mask.numbers
     return _padding_bias(input_mask)
 

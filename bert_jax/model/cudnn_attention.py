@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from bert_jax import private_apis
 from bert_jax.config import Model, Parallelism
 from bert_jax.model import attention
-from bert_jax.model.attention import MASKED_SCORE, Packing, SharedRows
+from bert_jax.model.attention import MASKED_SCORE, Packing, Shared
 from bert_jax.model.encoder import half_window
 from bert_jax.private_apis import CudnnInputs
 
@@ -93,7 +93,7 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    input_mask: jax.Array | SharedRows | Packing,
+    input_mask: jax.Array | Shared | Packing,
     is_global: jax.Array | None,
 ) -> jax.Array:
     """Computes scaled dot-product attention.
@@ -112,10 +112,10 @@ def attend(
     if isinstance(input_mask, Packing):
         query, key, value = map(input_mask.unpack, (query, key, value))
         return input_mask.pack(attend(cfg, query, key, value, input_mask.mask, is_global))
-    is_shared, half = isinstance(input_mask, SharedRows), half_window(cfg)
+    is_shared, half = isinstance(input_mask, Shared), half_window(cfg)
     half = 0 if is_global is None or query.shape[1] <= half + 1 else half
     static = CudnnAttentionShape(cfg.direction == "left_to_right", half, is_shared)
-    numbers = input_mask.numbers if isinstance(input_mask, SharedRows) else input_mask
+    numbers = input_mask.numbers if isinstance(input_mask, Shared) else input_mask
     return _attend(static, query, key, value, numbers, is_global)
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import layers, losses, token_loss, transformer
-from bert_jax.model.attention import SharedRows
+from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_functions
 
@@ -136,9 +136,9 @@ def _encode_batch(
     loop: Loop,
 ) -> jax.Array:
     """Computes the hidden states of the last layer for a batch of `data.batches`: [B, S, D]."""
-    input_mask: jax.Array | SharedRows = batch["input_mask"]
+    input_mask: jax.Array | Shared = batch["input_mask"]
     if "example_numbers" in batch:
-        input_mask = SharedRows(batch["example_numbers"], batch["positions"])
+        input_mask = Shared(batch["example_numbers"], batch["positions"])
     ids = batch["input_ids"], batch["segment_ids"]
     return encode(model.encoder, cfg, *ids, input_mask, noise, loop)
 

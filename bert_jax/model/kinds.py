@@ -10,7 +10,7 @@ from flax import nnx
 from bert_jax.config import Model, code
 from bert_jax.errors import InputError
 from bert_jax.model import layers, transformer
-from bert_jax.model.attention import Packing, SharedRows
+from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 
 
@@ -55,7 +55,7 @@ def encode(
     cfg: Model,
     input_ids: jax.Array,
     segment_ids: jax.Array,
-    input_mask: jax.Array | SharedRows | Packing,
+    input_mask: jax.Array | Shared | Packing,
     noise: layers.Noise | None,
     loop: Loop,
     outputs: Literal["last", "all"] = "last",
@@ -67,9 +67,9 @@ def encode(
       cfg: its configuration.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
-      input_mask: int32 [B, S], 0 for padding, which comes last; `SharedRows` or `Packing` if
-        several examples or texts share a row. Tokens attend to those of their own example only:
-        `SharedRows` masks the others, `Packing` moves each text to a place of its own.
+      input_mask: int32 [B, S], 0 for padding, which comes last; `Shared` or `Packing` if several
+        examples or texts share a row. In both, tokens attend only to those of their own example:
+        `Shared` masks the others, `Packing` moves each text to a place of its own for attention.
       noise: dropout noise; None drops nothing.
       loop: settings of the loop over layers.
       outputs: `last`, or `all`: the embeddings and every layer.

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from bert_jax.config import Model
 from bert_jax.model import attention, attention_kernels, cudnn_attention, layers, rotary_kernels
 from bert_jax.model import kernels as kernels_lib
-from bert_jax.model.attention import Packing, ProbabilityPolicy, SharedRows
+from bert_jax.model.attention import Packing, ProbabilityPolicy, Shared
 from bert_jax.model.encoder import (
     LINEAR_OUTPUT,
     Embedding,
@@ -166,7 +166,7 @@ def apply_linear(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> 
 class LayerInputs(NamedTuple):
     """The inputs of every layer, besides hidden states."""
 
-    mask: jax.Array | SharedRows | Packing  # see `kinds.encode`
+    mask: jax.Array | Shared | Packing  # see `kinds.encode`
     # Result of `rotary_cos_sin`, in the layout of kernels if there are any; None: not rotary.
     rotation: jax.Array | None
     kernels: Kernels | None  # settings of the TPU kernels that compute the layer, if any
@@ -304,7 +304,7 @@ class Layer(nnx.Module):
         return layers.dropout(x, noise, self.cfg.hidden_dropout_prob)
 
     def _run_in_kernels(
-        self, x: jax.Array, mask: jax.Array | SharedRows, noise: layers.ShardNoise, kernels: Kernels
+        self, x: jax.Array, mask: jax.Array | Shared, noise: layers.ShardNoise, kernels: Kernels
     ) -> jax.Array:
         """Runs a layer of `bert` whose attention and residual norms are computed by kernels.
 
@@ -345,15 +345,15 @@ class Layer(nnx.Module):
 
 
 def _rows_and_numbers(
-    input_mask: jax.Array | SharedRows,
+    input_mask: jax.Array | Shared,
 ) -> tuple[Literal["alone", "shared"], jax.Array]:
     """Returns `rows` and `numbers` of a mask, see `attention_kernels.AttentionShape`."""
-    if isinstance(input_mask, SharedRows):
+    if isinstance(input_mask, Shared):
         return "shared", input_mask.numbers
     return "alone", input_mask
 
 
-def _attended_length(input_mask: jax.Array | SharedRows | Packing, x: jax.Array) -> int:
+def _attended_length(input_mask: jax.Array | Shared | Packing, x: jax.Array) -> int:
     """Returns the length of the rows or slots in which tokens [B, S, D] attend to each other."""
     return input_mask.row_indices.shape[1] if isinstance(input_mask, Packing) else x.shape[1]
 
@@ -380,14 +380,14 @@ class Encoder(nnx.Module):
         self,
         input_ids: jax.Array,
         segment_ids: jax.Array,
-        input_mask: jax.Array | SharedRows | Packing,
+        input_mask: jax.Array | Shared | Packing,
         noise: layers.Noise | None,
         loop: Loop,
         outputs: Literal["last", "all"] = "last",
     ) -> jax.Array:
         """Runs the encoder, see `kinds.encode`; a truncated one has no final norm."""
         cfg, dtype = self.cfg, jnp.dtype(self.cfg.compute_dtype)
-        positions = input_mask.positions if isinstance(input_mask, SharedRows | Packing) else None
+        positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
         if _is_modern(cfg) and positions is None:
             positions = jnp.arange(input_ids.shape[1])
         x = self.embeddings(input_ids, segment_ids, dtype, positions)
@@ -429,7 +429,7 @@ class Encoder(nnx.Module):
 def _kernels(
     cfg: Model,
     shape: tuple[int, ...],
-    input_mask: jax.Array | SharedRows | Packing,
+    input_mask: jax.Array | Shared | Packing,
     noise: layers.Noise | None,
     loop: Loop,
 ) -> Kernels | None:

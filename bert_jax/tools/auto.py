@@ -348,7 +348,7 @@ def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) 
 
 
 def _count_steps(experiment: Experiment, seconds: float, left: float) -> int:
-    """Counts the steps of `seconds` each that fit into `left` seconds beside the evaluations.
+    """Counts the steps of `seconds` each that fit, with the evaluations, into `left` seconds.
 
     The number is negative if the evaluations do not fit.
     """
@@ -366,7 +366,7 @@ def _with_steps(
         missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # 10% more, since it is rounded
         raise InputError(
             f"{error_prefix}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into "
-            f"the time left beside the evaluations; give at least {missing:.2g} hours more"
+            f"the time left, without the evaluations; give at least {missing:.2g} hours more"
         )
     optimizer = dataclasses.replace(
         experiment.optimizer,

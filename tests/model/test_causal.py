@@ -13,7 +13,7 @@ from compare import assert_close
 from bert_jax.config import Model
 from bert_jax.interop import names, weights
 from bert_jax.model import heads, losses
-from bert_jax.model.attention import Packing, SharedRows
+from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode, text_vector
 
@@ -131,7 +131,7 @@ def test_no_place_sees_its_future(model, batch, rows):
     if rows == "alone":
         rest, numbers = jnp.ones_like(ids), np.ones(LENGTH, int)
     elif rows == "apart":
-        rest = SharedRows(jnp.asarray(numbers, jnp.int32)[None], positions)
+        rest = Shared(jnp.asarray(numbers, jnp.int32)[None], positions)
     else:
         width = 12
         tokens = np.full((3, width), LENGTH)

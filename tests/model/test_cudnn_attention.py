@@ -20,7 +20,7 @@ from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.embeddings import embedding_program
 from bert_jax.model import attention, cudnn_attention, layers
-from bert_jax.model.attention import Packing, SharedRows
+from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 from bert_jax.running import session
 from bert_jax.training import mesh as mesh_lib
@@ -101,7 +101,7 @@ def shared(length=LENGTH):
     lengths = [[length - 7, 2, 5], [3, 1, 9, 8, 4], [length // 2]]
     numbers = [np.repeat(np.arange(len(row)) + 1, row) for row in lengths]
     rows = np.stack([np.pad(row, (0, length - len(row))) for row in numbers])
-    return SharedRows(jnp.asarray(rows, jnp.int32), jnp.zeros(rows.shape, jnp.int32))
+    return Shared(jnp.asarray(rows, jnp.int32), jnp.zeros(rows.shape, jnp.int32))
 
 
 def slots(length=LENGTH):
@@ -118,7 +118,7 @@ def is_token(mask):
     """Where rows have tokens, bool [B, S]."""
     if isinstance(mask, Packing):
         return jnp.arange(LENGTH * 3).reshape(3, -1) < 31
-    return (mask.numbers if isinstance(mask, SharedRows) else mask) > 0
+    return (mask.numbers if isinstance(mask, Shared) else mask) > 0
 
 
 @pytest.mark.parametrize("is_global", [None, True, False], ids=["bert", "global", "local"])

@@ -14,7 +14,7 @@ from compare import assert_close
 from bert_jax.config import Model
 from bert_jax.interop import names, weights
 from bert_jax.model import flops, heads, losses
-from bert_jax.model.attention import Packing, SharedRows
+from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
 
@@ -119,7 +119,7 @@ def test_texts_that_share_rows_are_each_by_itself(params, batch, kind, way):
     numbers = np.repeat(np.arange(len(lengths)), lengths)[None]
     starts = np.cumsum(lengths) - lengths
     if way == "shared":
-        sharing = SharedRows(jnp.asarray(numbers + 1, jnp.int32), positions)
+        sharing = Shared(jnp.asarray(numbers + 1, jnp.int32), positions)
     else:
         longest = lengths.max()
         place = np.arange(longest)

@@ -12,7 +12,7 @@ from bert_jax.config import Model
 from bert_jax.embeddings import packing as packing_lib
 from bert_jax.errors import InputError
 from bert_jax.model import cudnn_attention, heads
-from bert_jax.model.attention import Packing, SharedRows
+from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 
@@ -45,11 +45,11 @@ def test_texts_that_share_a_row_are_as_those_alone(shares, params):
     arrays = {name: jnp.asarray(value)[None] for name, value in row.items()}
     if shares == "packed":
         indices = arrays["row_indices"][0], arrays["slot_indices"]
-        together: Packing | SharedRows = Packing(arrays["positions"], *indices)
+        together: Packing | Shared = Packing(arrays["positions"], *indices)
     else:
         numbers = np.repeat(np.arange(4) + 1, [*LENGTHS, 32 - sum(LENGTHS)])
         numbers[sum(LENGTHS) :] = 0
-        together = SharedRows(jnp.asarray(numbers, jnp.int32)[None], arrays["positions"])
+        together = Shared(jnp.asarray(numbers, jnp.int32)[None], arrays["positions"])
     found, start = hidden_of(params, arrays["input_ids"], together)[0], 0
     for ids in texts():
         alone = hidden_of(params, jnp.asarray(ids)[None], jnp.ones((1, len(ids)), jnp.int32))

@@ -12,7 +12,7 @@ from test_kernels import products_that_a_cpu_computes as products_that_a_cpu_com
 
 from bert_jax.config import Model
 from bert_jax.model import kernels, layers, rotary_kernels, transformer
-from bert_jax.model.attention import SharedRows
+from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, rotary_cos_sin
 
 HOW = kernels.Kernels()
@@ -114,7 +114,7 @@ def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
         place = np.arange(LENGTH)
         numbers = jnp.asarray(real * (1 + place // 200), jnp.int32)
         positions = jnp.broadcast_to(jnp.asarray(place % 200), numbers.shape)
-        mask = SharedRows(numbers, positions)
+        mask = Shared(numbers, positions)
     noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
     weights = jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32) * real[:, :, None]
 
