@@ -144,7 +144,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
             raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
         experiment = _fresh_experiment(name, text, _UTILISATION * peak * 3600 * hours)
     experiment = config.override(experiment, settings)
-    # As training will: with `run.corpus_dir`, and with a local copy of a workdir in a bucket.
+    # As training opens it: `run.corpus_dir` holds, and a workdir in a bucket gets a local copy.
     workdir = mirror.open_workdir(workdir.address, experiment.run.corpus_dir, to_write=True)
     cores, vocab_size = system.cores(), experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, vocab_size, workdir.corpus, progress.report, cores)
