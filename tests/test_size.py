@@ -56,7 +56,7 @@ ABOVE = {
     "benchmarks": 4_035,
     "experiments": 1_841,
     "tables": 622,
-    "tests": 42_558,
+    "tests": 42_566,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
